@@ -9,10 +9,12 @@ import torch
 from ashl.cluster.spec import RealCluster
 from ashl.device import HOST
 from ashl.errors import UsageError
+from ashl.plan.plan import Plan
+from ashl.planning.instantiate import Parts
 from ashl.runtime.collectives import nccl_available
 from ashl.stage.contract import Topology
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.parameter_server import ParameterServer
+from ashl.topology.partial_all_reduce import PartialAllReduce
 
 
 def device_of(runtime: Any, local_rank: int = 0) -> str:
@@ -61,9 +63,9 @@ def use_device(device: str) -> str:
 def uses_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
     """Return True if NCCL transfers vectors between devices.
 
-    It carries all-reduces of one group whose operations all ranks begin in the same order. If the
-    runtime asks for NCCL, it also carries a server's messages, as the server grants them
-    (`ashl.runtime.transport`).
+    It carries the sums of all workers. If the runtime asks for NCCL, it also carries the sums of
+    groups of workers, by a communicator per group. Vectors of other topologies travel as messages,
+    in the order in which they are granted (`ashl.runtime.transport`).
     Raises: UsageError if the runtime asks for NCCL and the run does not support it.
     """
     asked, device = runtime.backend == "nccl", device_of(runtime)
@@ -81,10 +83,8 @@ def uses_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
         )
     elif isinstance(topology, AllReduce):
         return True
-    elif not isinstance(topology, ParameterServer):
-        why = "NCCL carries only topology=all_reduce and the messages of topology=parameter_server"
-    elif not isinstance(cluster, RealCluster):
-        why = "transfers by NCCL cannot be paced; take cluster=real with it"
+    elif not (sums_vectors(topology) or isinstance(cluster, RealCluster)):
+        why = "messages by NCCL cannot be paced; take cluster=real with it"
     else:
         return asked
     if asked:
@@ -92,16 +92,24 @@ def uses_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
     return False
 
 
-def have_own_gpus(gpus: Sequence[object], runtime: Any) -> bool:
-    """Return True if each of these ranks has a GPU of its own (None: the rank has none), which NCCL
-    needs.
+def sums_vectors(topology: Topology) -> bool:
+    """Return True if vectors travel by collectives, and not as messages."""
+    return isinstance(topology, AllReduce | PartialAllReduce)
 
+
+def have_own_gpus(gpus: Sequence[object], plan: Plan, parts: Parts) -> bool:
+    """Return True if each rank that exchanges vectors has a GPU of its own, which NCCL needs. A
+    coordinator exchanges none.
+
+    Args: gpus, by rank; None: the rank has none.
     Raises: UsageError if the runtime asks for NCCL and they have not.
     """
+    has_server = parts.stages[0].topology.has_server
+    gpus = gpus if has_server else gpus[: plan.num_workers]
     apart = None not in gpus and len({*gpus}) == len(gpus)
-    if runtime.backend == "nccl" and not apart:
+    if parts.runtime.backend == "nccl" and not apart:
         raise UsageError(
-            "runtime.backend=nccl: each rank needs a GPU of its own; start fewer ranks, or take"
-            " auto"
+            "runtime.backend=nccl: each worker and server needs a GPU of its own; start fewer, or"
+            " take auto"
         )
     return apart

@@ -106,7 +106,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
             peer.gpu and (peer.node_id, peer.gpu)
             for peer in (hellos[process] for process in processes)
         ]
-        apart = have_own_gpus(gpus, parts.runtime)
+        apart = have_own_gpus(gpus, plan, parts)
     for rank, process in enumerate(processes):
         theirs = hellos[process]
         # a worker uses the GPU that it shares with a server

@@ -32,6 +32,7 @@ from ashl.errors import AshlError, UsageError, to_one_line
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import survives_failure
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
+from ashl.planning.instantiate import Parts
 from ashl.run.authenticated_store import StoreAddress, StoreServer, new_secret
 from ashl.run.checkpoints import (
     Checkpoint,
@@ -57,8 +58,9 @@ SHORT_FOLDER = "/tmp"
 SOCKET_FOLDER_BYTES = 70
 
 
-def check_local(plan: Plan, runtime: Any) -> None:
+def check_local(plan: Plan, parts: Parts) -> None:
     """Raise UsageError if the ranks cannot run on this machine as configured."""
+    runtime = parts.runtime
     check_loopback("runtime=local")
     find_configured(runtime.interface)
     devices = devices_of(plan, runtime)[: plan.num_workers]
@@ -68,7 +70,7 @@ def check_local(plan: Plan, runtime: Any) -> None:
             " take as many workers as there are GPUs, or runtime.share_gpu=true"
         )
     # raises UsageError if runtime.backend=nccl and ranks share a GPU
-    have_own_gpus([*map(gpu_index, devices)], runtime)
+    have_own_gpus([*map(gpu_index, devices_of(plan, runtime))], plan, parts)
 
 
 def devices_of(plan: Plan, runtime: Any) -> list[str]:
@@ -86,13 +88,13 @@ class Lead(NamedTuple):
     notes: tuple[str, ...] = ()  # about the placement of ranks, for the user
 
 
-def lead_here(plan: Plan, runtime: Any) -> Lead:
+def lead_here(plan: Plan, parts: Parts) -> Lead:
     """Start the store of a run whose ranks are all on this machine; return it with the ranks."""
-    devices = devices_of(plan, runtime)
+    devices = devices_of(plan, parts.runtime)
     settings = RankSettings(
         0,
-        interface=choose_interface(runtime.interface, "127.0.0.1"),
-        have_own_gpus=have_own_gpus([*map(gpu_index, devices)], runtime),
+        interface=choose_interface(parts.runtime.interface, "127.0.0.1"),
+        have_own_gpus=have_own_gpus([*map(gpu_index, devices)], plan, parts),
     )
     ranks = [settings._replace(rank=rank, device=device) for rank, device in enumerate(devices)]
     secret = new_secret()

@@ -40,7 +40,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.compatibility import (
     survives_failure,
 )
-from ashl.planning.device import device_of, use_device, uses_nccl
+from ashl.planning.device import device_of, sums_vectors, use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble_job, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import StoreAddress, StoreClient
@@ -80,12 +80,13 @@ from ashl.runtime.rendezvous import (
     join_epoch,
     join_servers,
     make_epoch_group,
+    make_nccl_group,
 )
 from ashl.runtime.runtimes import wait_limit_s
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NO_TIMEOUT, first_line, make_nccl_payloads
 from ashl.stage.contract import StageConfig
-from ashl.stage.program import peers_of, run_stages
+from ashl.stage.program import pairs_of, peers_of, run_stages
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class RankSettings(NamedTuple):
     run_dir: Path | None = None
     interface: Interface | None = None  # network interface of its messages; None = gloo's choice
     device: Text = HOST  # "" = the process chooses it
-    have_own_gpus: bool = False  # True if every rank of the job has a GPU of its own
+    have_own_gpus: bool = False  # True if each rank that exchanges vectors has a GPU of its own
     checkpoint_s: float | None = None  # run time between two checkpoints; None = no checkpoints
     incarnation: int = 0  # above 0 for a worker that rejoins a running run
     totals: Heartbeat | None = None  # totals of its earlier incarnations
@@ -390,17 +391,21 @@ def make_kernel(
 ) -> TorchKernel:
     """Make the kernel of this rank and, unless it rejoins, the process groups of the job."""
     stage = stages[0]
+    sums_by_nccl = nccl and sums_vectors(stage.topology)
     if not settings.incarnation:
-        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         init_process_groups(
-            backend, dist.PrefixStore("group", store), settings.rank, plan.num_ranks
+            "cpu:gloo,cuda:nccl" if sums_by_nccl else "gloo",
+            dist.PrefixStore("group", store),
+            settings.rank,
+            plan.num_ranks,
         )
     algorithm = stage.topology.algorithm
     nodes = nodes_of_workers(parts.cluster) if algorithm == "hierarchical" else None
     hierarchy = None if nodes is None else hierarchy_of(nodes)
     payloads = None
-    if nccl and stage.topology.has_server:
-        payloads = make_nccl_payloads(settings.rank, stage.workers, stage.server, settings.device)
+    if nccl and not sums_by_nccl:
+        pairs = pairs_of(stages, plan.num_ranks if stage.topology.has_server else plan.num_workers)
+        payloads = make_nccl_payloads(settings.rank, pairs, settings.device)
 
     def make_group(
         epoch: Epoch, members: tuple[int, ...], is_over: Callable[[], bool]
@@ -426,7 +431,7 @@ def make_kernel(
         groups={} if settings.incarnation else process_groups(stages, hierarchy),
         device=settings.device,
         synchronize=None if settings.device == HOST else torch.cuda.synchronize,
-        nccl=nccl,
+        make_subgroup=partial(make_nccl_group, store, settings.rank) if sums_by_nccl else None,
         checkpoint_writer=reporter.checkpoint_writer,
         hierarchy=hierarchy,
         payload_transport=payloads,

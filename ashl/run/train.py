@@ -104,7 +104,7 @@ def run(
     if lead is not None:
         plan = replace(plan, notes=(*plan.notes, *lead.notes))
     elif parts.runtime.name == "local":
-        launch.check_local(plan, parts.runtime)
+        launch.check_local(plan, parts)
     torch.set_num_threads(parts.runtime.threads)
     with jobs.sharing_error(membership, lead and lead.requests):
         device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
@@ -321,8 +321,7 @@ def run_kernel(
     ):
         if saved is not None:
             monitor.resume_from(checkpoints.read_monitor_state(saved, plan.limits))
-        runtime = monitor.job.parts.runtime
-        run_lead = lead or launch.lead_here(plan, runtime)
+        run_lead = lead or launch.lead_here(plan, monitor.job.parts)
         # Other processes of a job may still read from the store, so it stays open until process 0
         # ends.
         with nullcontext() if lead else closing(run_lead.store):

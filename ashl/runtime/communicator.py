@@ -46,6 +46,8 @@ WAITS_PER_EXCHANGE = 64  # unpaced collectives whose waiting times are exchanged
 LINGER_S = 30.0  # longest wait in seconds, at the end of a rank, for its posted collectives
 CHECK = timedelta(seconds=CHECK_S)  # time between two checks for another epoch
 Ranks = tuple[int, ...]
+# makes a process group of some ranks that sums vectors on their devices; each of them calls it
+MakeSubgroup = Callable[[Ranks], dist.ProcessGroup]
 
 
 class CollectiveBrokenError(Exception):
@@ -205,6 +207,7 @@ class Communicator:
         clock_ns: Callable[[], int],
         max_bytes: int,
         synchronize: Callable[[], None] | None = None,
+        make_subgroup: MakeSubgroup | None = None,
         hierarchy: Hierarchy | None = None,
         members: Ranks | None = None,
         epoch: int = 0,
@@ -216,20 +219,23 @@ class Communicator:
         Args: groups, the process groups that the plan lists; a sum over other ranks works without
         one. exact, True for sums with the same bits on every run. throttle, the declared costs.
         clock_ns, returns the run time. max_bytes, the most bytes that a member of an all-gather may
-        send. synchronize, waits until a transfer of a device is done; None if the groups transport
-        tensors in the host's memory only. hierarchy, the nodes by which sums over all workers go,
-        unless `exact` is set. members, all ranks of this epoch; None = those that torch.distributed
-        was initialised with. epoch, its number. routes, the process groups by which sums without a
-        process group reach each member. is_over, returns True once another epoch has begun; None if
-        the run does not tolerate failures.
+        send. synchronize, waits until an operation of a device is done. make_subgroup, makes the
+        process group of a sum that has none; None if tensors travel in the host's memory.
+        hierarchy, the nodes by which sums over all workers go, unless `exact` is set. members, all
+        ranks of this epoch; None = those that torch.distributed was initialised with. epoch, its
+        number. routes, the process groups by which sums without a process group reach each member.
+        is_over, returns True once another epoch has begun; None if the run does not tolerate
+        failures.
         """
         self._rank = rank
         self._exact = exact
         self._throttle = throttle
         self._clock = clock_ns
         self._groups = {**groups}
+        self._device_groups = dict[Ranks, dist.ProcessGroup]()  # made by `make_subgroup`
         self._max_bytes = max_bytes
-        self._synchronize = synchronize
+        self._make_subgroup = make_subgroup
+        self._synchronize = synchronize if make_subgroup is not None else None
         self._hierarchy = hierarchy
         self._epoch = epoch
         self._is_over = is_over
@@ -307,7 +313,7 @@ class Communicator:
         number = pending.number + (self._epoch << 32)  # unique over all epochs
         tensor = pending.effect.tensor
         # process groups of gloo transport host memory only
-        sent = tensor if self._synchronize is not None else to_host(tensor)
+        sent = to_host(tensor) if self._make_subgroup is None else tensor
         value, traffic, begin, cost = self._transfer(pending.effect, sent, number, earliest_ns)
         if self._synchronize is not None:
             self._synchronize()
@@ -380,6 +386,10 @@ class Communicator:
         group, g = effect.group, len(effect.group)
         pg = self._groups.get(group)
         is_subset = self._without_process_group(group)
+        if is_subset and g > 1 and self._make_subgroup is not None:
+            if group not in self._device_groups:
+                self._device_groups[group] = self._make_subgroup(group)
+            pg, is_subset = self._device_groups[group], False
         if isinstance(effect, AllReduce) and effect.op not in PHASES_OF_A_SUM:
             nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
             begin, cost = self._throttle.schedule_collective(

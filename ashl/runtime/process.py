@@ -47,6 +47,7 @@ from ashl.runtime.communicator import (
     CollectiveBrokenError,
     Communicator,
     LocalQueue,
+    MakeSubgroup,
     Outcome,
 )
 from ashl.runtime.compute_unit import ComputeOutcome, ComputeUnit
@@ -91,7 +92,7 @@ class TorchKernel(TaskKernel):
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         device: str = HOST,
         synchronize: Callable[[], None] | None = None,
-        nccl: bool = False,
+        make_subgroup: MakeSubgroup | None = None,
         checkpoint_writer: RankCheckpointWriter | None = None,
         hierarchy: Hierarchy | None = None,
         payload_transport: HostPayloads | None = None,
@@ -104,7 +105,8 @@ class TorchKernel(TaskKernel):
         over another part of the ranks works without one.
 
         On a device that continues a computation after its function has returned, `synchronize`
-        waits for it. With `nccl` the groups transport tensors on the device, too.
+        waits for it. `make_subgroup` makes process groups that transport tensors on the device, for
+        sums over a part of the ranks; without it collectives go through the host's memory.
         `payload_transport` transports payloads of messages; None = gloo does. In a run that
         regroups, `make_group` makes the process group of the members of an epoch. `peers_in`
         returns the ranks with which this rank exchanges messages in an epoch.
@@ -127,7 +129,8 @@ class TorchKernel(TaskKernel):
             throttle=self.throttle,
             clock_ns=self.clock_ns,
             max_bytes=max_bytes,
-            synchronize=synchronize if nccl else None,
+            synchronize=synchronize,
+            make_subgroup=make_subgroup,
             hierarchy=hierarchy,
         )
         self._make_connections = partial(

@@ -127,6 +127,16 @@ def make_group(name: str, store: dist.Store, place: int, size: int = 2) -> dist.
     )
 
 
+def make_nccl_group(store: dist.Store, rank: int, members: tuple[int, ...]) -> dist.ProcessGroup:
+    """Make the process group of some ranks on NCCL; each member calls it once."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = NO_TIMEOUT
+    name = "-".join(map(str, members))
+    own_store = dist.PrefixStore(f"nccl/{name}/", store)
+    place = members.index(rank)
+    return cast("dist.ProcessGroup", dist.ProcessGroupNCCL(own_store, place, len(members), options))
+
+
 def clock_key(epoch: int) -> str:
     """Return the key of the job's store at which members publish the run's clock to joining
     workers.

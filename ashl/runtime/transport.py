@@ -13,16 +13,17 @@ A sender is done with a payload when the operating system has it. Only the recei
 long the payload was in flight. Therefore each header carries the receipt of the latest payload in
 the other direction.
 
-Payloads go by gloo through the host's memory (`HostPayloads`), or from device to device as a server
-grants them (`GrantedPayloads`). NCCL requires that one thread begins all operations of a device, in
-one order. An operation that has begun on one side occupies its device until the other side begins
-it, too. Therefore headers always go by gloo, and a payload goes only after a grant. The server
-takes the payloads that it receives and sends in the order in which they came up. For each it tells
-the worker by a header of kind GRANT; then both begin this one payload, and the next is granted when
-it has ended. A worker has the server as its only peer and at most one granted payload; the server
-has one in flight. So no rank waits for an operation that has not begun on both sides, and no device
-spins for longer than a header takes. `PairwiseGroups` has one communicator per worker, used for
-both directions, which never overlap. The order holds on gloo as well, where tests check it.
+Payloads go by gloo through the host's memory (`HostPayloads`), or from device to device as they are
+granted (`GrantedPayloads`). NCCL requires that one thread begins all operations of a device, in one
+order. An operation that has begun on one side occupies its device until the other side begins it,
+too. Therefore headers always go by gloo, and a payload goes only after a grant. Of two peers the
+one with the higher rank grants, so a server grants to its workers. It takes the payloads of all its
+connections one at a time, in the order in which they came up. For each it tells the peer by a
+header of kind GRANT, and begins. The peer begins too, once its device is free. No ranks wait for
+each other in a circle: a rank that has begun waits only for lower ranks that it has granted a
+payload, and the lowest rank grants none. `PairwiseGroups` has one communicator per pair, used for
+both directions, which never overlap. A peer without a communicator, for example a coordinator, is
+reached by gloo. The order holds on gloo as well, where tests check it.
 """
 
 from __future__ import annotations
@@ -277,7 +278,7 @@ class PeerConnections:
                     f"a message has {payload.nbytes} bytes, but the stages of the plan send at most"
                     f" {self.max_bytes}; make `encoded_nbytes` of the codec an upper bound"
                 )
-            payload = self.payload_transport.prepare(payload).contiguous()
+            payload = payload.contiguous()
         self.open(dst)
         header = framing.encode(framing.MESSAGE, tag, payload, meta, pauses)
         self._pairs[dst].outbox.put(OutgoingMessage(header, payload, *times, sent))
@@ -298,12 +299,14 @@ class PeerConnections:
         goodbyes.
         """
         until = time.monotonic() + timeout_s
-        for connection in self._pairs.values() if self.payload_transport.last_to_leave else ():
-            connection.join(
-                until, listen_only=True
-            )  # payloads that peers still send have to be granted
         for connection in self._pairs.values():
-            connection.outbox.put(None)
+            if not self.payload_transport.grants_to(connection.peer):
+                connection.outbox.put(None)
+        for connection in self._pairs.values():
+            if self.payload_transport.grants_to(connection.peer):
+                # payloads that the peer still sends have to be granted
+                connection.join(until, listen_only=True)
+                connection.outbox.put(None)
         for connection in self._pairs.values():
             connection.join(until)
 
@@ -316,7 +319,7 @@ def first_line(error: BaseException) -> str:
 
 # --- transports of payloads
 
-UP, DOWN = "up", "down"  # direction of a granted payload: to or from the server
+UP, DOWN = "up", "down"  # direction of a granted payload: to or from the rank that grants it
 # seconds to wait for a payload that was granted; it is queued before its header leaves, or right
 # after
 GRANT_WAIT_S = 10.0
@@ -330,12 +333,11 @@ class HostPayloads:
     extend it.
     """
 
-    # True if this rank waits for the goodbyes of the others before it sends its own
-    last_to_leave = False
-
-    def prepare(self, payload: Tensor) -> Tensor:
-        """Return the payload in memory from which it can be sent."""
-        return payload  # the sender thread copies it to the host
+    def grants_to(self, peer: int) -> bool:
+        """Return True if this rank grants the payloads between it and a peer, and so waits for the
+        peer's goodbye before it sends its own.
+        """
+        return False
 
     def send(self, connection: PeerConnection, payload: Tensor) -> None:
         """Send a payload of uint8 whose header has left."""
@@ -353,19 +355,19 @@ class HostPayloads:
 
 
 class PairwiseGroups:
-    """Payloads between a server and each of its workers, by a process group of the two."""
+    """Payloads between two ranks, by a process group of the two."""
 
     def __init__(self, groups: Mapping[int, tuple[dist.ProcessGroup, int]], device: str) -> None:
         """Set the process group that reaches each peer, and the peer's rank there."""
         self.device = device
-        self._groups = groups
+        self.groups = groups
 
     def send(self, peer: int, payload: Tensor) -> None:
-        group, group_rank = self._groups[peer]
+        group, group_rank = self.groups[peer]
         self._finish(group.send([payload], group_rank, 0))
 
     def recv(self, peer: int, flat: Tensor) -> None:
-        group, group_rank = self._groups[peer]
+        group, group_rank = self.groups[peer]
         self._finish(group.recv([flat], group_rank, 0))
 
     def _finish(self, work: dist.Work) -> None:
@@ -375,50 +377,61 @@ class PairwiseGroups:
 
 
 class GrantedPayloads(HostPayloads):
-    """Payloads from device to device, in the order in which the server grants them."""
+    """Payloads from device to device, in the order in which the higher rank of two peers grants
+    them.
+    """
 
-    def __init__(self, carrier: PairwiseGroups, grants: bool) -> None:
-        """Set up a transport; `grants` is True on the server."""
-        self.last_to_leave = grants
+    def __init__(self, carrier: PairwiseGroups, rank: int) -> None:
+        """Set up the transport of a rank. Payloads of peers that the carrier does not reach go by
+        gloo.
+        """
         self._carrier = carrier
-        self._grants = grants
+        self._rank = rank
         self._one_at_a_time = ThreadPoolExecutor(1, "payloads")
-        # payloads that wait for a grant
-        self._waiting: queue.SimpleQueue[tuple[Tensor, Future[None]]] = queue.SimpleQueue()
+        # payloads that wait for a grant, by peer
+        self._waiting: dict[int, queue.SimpleQueue[tuple[Tensor, Future[None]]]] = {
+            peer: queue.SimpleQueue() for peer in carrier.groups
+        }
 
-    def prepare(self, payload: Tensor) -> Tensor:
-        return to_device(payload, self._carrier.device)
+    def grants_to(self, peer: int) -> bool:
+        return peer in self._carrier.groups and peer < self._rank
 
     def send(self, connection: PeerConnection, payload: Tensor) -> None:
-        if self._grants:
-            return self._grant(
-                connection, DOWN, lambda: self._carrier.send(connection.peer, payload)
-            )
+        peer = connection.peer
+        if peer not in self._carrier.groups:
+            return super().send(connection, payload)
+        payload = to_device(payload, self._carrier.device)
+        if self.grants_to(peer):
+            return self._grant(connection, DOWN, lambda: self._carrier.send(peer, payload))
         sent = Future[None]()
-        self._waiting.put((payload, sent))
+        self._waiting[peer].put((payload, sent))
         return sent.result()
 
     def recv(self, connection: PeerConnection, nbytes: int, device: str) -> Tensor:
+        peer = connection.peer
+        if peer not in self._carrier.groups:
+            return super().recv(connection, nbytes, device)
         flat = torch.empty(nbytes, dtype=torch.uint8, device=self._carrier.device)
-        if self._grants:
-            self._grant(connection, UP, lambda: self._carrier.recv(connection.peer, flat))
+        if self.grants_to(peer):
+            self._grant(connection, UP, lambda: self._carrier.recv(peer, flat))
             return flat
         while (grant := connection.recv_header()).kind == framing.GRANT and grant.tag[0] == UP:
             self.handle_grant(connection, UP)
         if grant.kind != framing.GRANT or grant.tag[0] != DOWN:
             raise framing.FramingError("received a header in place of a grant")
-        self._run_in_turn(lambda: self._carrier.recv(connection.peer, flat))
+        self._run_in_turn(lambda: self._carrier.recv(peer, flat))
         return flat
 
     def handle_grant(self, connection: PeerConnection, direction: str) -> None:
-        if direction != UP or self._grants:
+        peer = connection.peer
+        if direction != UP or peer not in self._carrier.groups or self.grants_to(peer):
             raise framing.FramingError(UNEXPECTED_GRANT)
         try:
-            payload, sent = self._waiting.get(timeout=GRANT_WAIT_S)
+            payload, sent = self._waiting[peer].get(timeout=GRANT_WAIT_S)
         except queue.Empty as error:
             raise framing.FramingError(UNEXPECTED_GRANT) from error
         try:
-            self._run_in_turn(lambda: self._carrier.send(connection.peer, payload))
+            self._run_in_turn(lambda: self._carrier.send(peer, payload))
         except RuntimeError as error:
             sent.set_exception(error)
             raise
@@ -435,19 +448,18 @@ class GrantedPayloads(HostPayloads):
         self._one_at_a_time.submit(begin).result()
 
 
-def make_nccl_payloads(
-    rank: int, workers: Sequence[int], server: int, device: str
-) -> GrantedPayloads:
-    """Return the NCCL transport: one communicator per worker, each warmed up. All ranks must call
-    it, with the same workers in rank order.
+def make_nccl_payloads(rank: int, pairs: Sequence[tuple[int, int]], device: str) -> GrantedPayloads:
+    """Return the NCCL transport: one communicator per pair (lower rank, higher rank), each warmed
+    up. All ranks must call it, with the same pairs in ascending order.
     """
     groups = dict[int, tuple[dist.ProcessGroup, int]]()
     carrier = PairwiseGroups(groups, device)
-    for worker in workers:
-        group = dist.new_group([worker, server], backend="nccl")
-        if rank in (worker, server):
-            peer, group_rank = (server, 1) if rank == worker else (worker, 0)
-            groups[peer] = group, group_rank
+    for pair in pairs:
+        group = dist.new_group(list(pair), backend="nccl")
+        if rank in pair:
+            place = pair.index(rank)
+            peer = pair[1 - place]
+            groups[peer] = group, 1 - place
             first = torch.zeros(1, dtype=torch.uint8, device=device)
-            (carrier.send if rank == worker else carrier.recv)(peer, first)
-    return GrantedPayloads(carrier, rank == server)
+            (carrier.recv if place else carrier.send)(peer, first)
+    return GrantedPayloads(carrier, rank)

@@ -138,6 +138,18 @@ def peers_of(
     return tuple(sorted(peers))
 
 
+def pairs_of(stages: Sequence[StageConfig], num_ranks: int) -> list[tuple[int, int]]:
+    """Return the pairs (lower rank, higher rank) of the first `num_ranks` ranks that ever exchange
+    messages, in ascending order.
+    """
+    return [
+        (rank, peer)
+        for rank in range(num_ranks)
+        for peer in peers_of(stages, rank)
+        if rank < peer < num_ranks
+    ]
+
+
 def select_loop(stage: StageConfig, rank: int) -> Loop:
     """Return the loop of this rank: the sync mode's own, else the topology's."""
     return stage.sync.loop(stage, rank) or stage.topology.role(stage, rank)

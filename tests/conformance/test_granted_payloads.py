@@ -1,4 +1,4 @@
-"""Payloads that a server grants, as NCCL needs it, checked with gloo in its place.
+"""Payloads and sums of groups in the order that NCCL needs, checked with gloo in its place.
 
 The stand-in is as strict as NCCL: one thread, one payload at a time, both sides in one order, and
 the sender waits for the receiver.
@@ -6,11 +6,11 @@ the sender waits for the receiver.
 
 import hashlib
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,13 +22,14 @@ from ashl.errors import UsageError
 from ashl.plan.plan import Plan
 from ashl.planning import device
 from ashl.planning.compatibility import survives_failure
-from ashl.planning.instantiate import assemble_job
+from ashl.planning.instantiate import Job, assemble_job
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Counts, Record, Snapshot, StageEnd
+from ashl.runtime.rendezvous import make_group
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NO_TIMEOUT, GrantedPayloads, PairwiseGroups
 from ashl.stage.contract import Rule
-from ashl.stage.program import peers_of, run_stages
+from ashl.stage.program import pairs_of, peers_of, run_stages
 from ashl.topology.parameter_server import ServerRule
 from tests.conf_option import CONF, conf_option
 from tests.kernels import Quiet, say, started
@@ -59,13 +60,13 @@ class Strict(PairwiseGroups):
     continues.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, pairs: list[tuple[int, int]]) -> None:
         groups = {}
-        for worker in range(WORKERS):
-            group = dist.new_group([worker, WORKERS], timeout=NO_TIMEOUT)
-            if rank in (worker, WORKERS):
-                peer, place = (WORKERS, 1) if rank == worker else (worker, 0)
-                groups[peer] = group, place
+        for pair in pairs:
+            group = dist.new_group(list(pair), timeout=NO_TIMEOUT)
+            if rank in pair:
+                place = pair.index(rank)
+                groups[pair[1 - place]] = group, 1 - place
         super().__init__(groups, HOST)
         self.thread: threading.Thread | None = None
         self.under_way = self.carried = 0
@@ -96,7 +97,7 @@ class Strict(PairwiseGroups):
 
 
 class Seen(Quiet):
-    """Keeps how the run ended, and the server's last model."""
+    """Keeps how the run ended, and this rank's part of the last model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,24 +110,41 @@ class Seen(Quiet):
             self.end = record.counts
 
     def snapshot(self, record: Any, vector: Any) -> None:
-        if isinstance(record, Snapshot) and record.final:
+        if isinstance(record, Snapshot) and record.final and vector is not None:
             self.sha256 = hashlib.sha256(vector.numpy().tobytes()).hexdigest()
 
 
+class Carried(NamedTuple):
+    """The results of one rank after a run."""
+
+    steps: int | None  # counted steps, at the rank that counts
+    sha256: str | None  # of this rank's part of the last model
+    payloads: dict[int, int]  # carried from and to each peer
+    groups: list[tuple[int, ...]]  # process groups that it has made for sums
+
+
 def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
-    """Run one rank of one run after the other; return the counted steps, the model and the number
-    of payloads of each.
-    """
+    """Run one rank of one run after the other, and return what it saw of each."""
     torch.set_num_threads(1)
     store = dist.TCPStore(
         "127.0.0.1", port, ranks, rank == 0, timeout=NO_TIMEOUT, wait_for_workers=False
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NO_TIMEOUT)
-    carrier = Strict(rank)
+    jobs = [assemble_job(Plan.from_json(plan), HOST) for plan in plans]
+    with_vectors = ranks if jobs[0].has_server else len(jobs[0].stages[0].workers)
+    carrier = Strict(rank, pairs_of(jobs[0].stages, with_vectors))
+    groups, rounds = list[tuple[int, ...]](), list[int]()
 
-    def played(number: int, plan: str) -> tuple[int | None, str | None, int]:
-        job = assemble_job(Plan.from_json(plan), HOST)
-        carrier.thread, carrier.carried, seen = None, 0, Seen()
+    def make(members: tuple[int, ...]) -> dist.ProcessGroup:
+        groups.append(members)
+        name = f"{len(rounds)}/{members}"
+        return make_group(name, store, members.index(rank), len(members))
+
+    def played(number: int, job: Job) -> Carried:
+        before, seen = dict(carrier.begun), Seen()
+        carrier.thread = None
+        groups.clear()
+        rounds.append(number)
         kernel = TorchKernel(
             rank,
             seen,
@@ -135,15 +153,33 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
             max_bytes=1_000_000,
             exact=True,
             groups={},
-            payload_transport=GrantedPayloads(carrier, rank == WORKERS),
+            make_subgroup=make,
+            payload_transport=GrantedPayloads(carrier, rank),
         )
         kernel.run(partial(run_stages, stages=job.stages))
         store.add(f"done/{number}", 1)
         kernel.run_until(lambda: store.add(f"done/{number}", 0) == ranks)
         kernel.close_connections(10)
-        return sum(seen.end.steps_by) if seen.end else None, seen.sha256, carrier.carried
+        payloads = {peer: count - before[peer] for peer, count in carrier.begun.items()}
+        steps = sum(seen.end.steps_by) if seen.end else None
+        return Carried(steps, seen.sha256, payloads, [*groups])
 
-    say(end, store, rank, ranks, lambda: ([played(*run) for run in enumerate(plans)], None, {}))
+    say(end, store, rank, ranks, lambda: ([played(*run) for run in enumerate(jobs)], None, {}))
+
+
+def granted(plans: Sequence[Plan]) -> list[list[Carried]]:
+    """Run these plans by grants; return by plan what each rank saw.
+
+    Both ranks of a pair have carried equally many payloads.
+    """
+    found = started(runs, plans[0].num_ranks, 100, [plan.to_json() for plan in plans])
+    assert [rank.error for rank in found] == [None] * len(found)
+    by_plan = [[rank.result[k] for rank in found] for k in range(len(plans))]
+    for seen in by_plan:
+        for rank, own in enumerate(seen):
+            for peer, count in own.payloads.items():
+                assert count == seen[peer].payloads[rank]
+    return by_plan
 
 
 ALIKE = [("sync=bsp",), ("sync=local_sgd", "sync.local_steps=2", "compression=qsgd")]
@@ -171,20 +207,63 @@ def test_a_servers_modes_by_grants(modes: list[tuple[str, ...]]) -> None:
     """They end by their count, what one side carried the other did, and the model is the
     simulator's.
     """
-    plans = [planned(*RUN, *mode).to_json() for mode in modes]
-    found = started(runs, WORKERS + 1, 100, plans)
-    assert [rank.error for rank in found] == [None] * (WORKERS + 1)
-    *workers, server = [rank.result for rank in found]
-    for mode, (steps, _, carried), *others in zip(modes, server, *workers, strict=True):
-        assert steps >= 20, mode
-        assert carried == sum(own for _, _, own in others) > 0, mode
-    for mode, (_, sha256, _) in zip(ALIKE, server, strict=False):
-        assert sha256 == simulated(*(word for word in RUN if word not in REAL), *mode).sha256
+    found = granted([planned(*RUN, *mode) for mode in modes])
+    for mode, (*_, server) in zip(modes, found, strict=True):
+        assert server.steps is not None, mode
+        assert server.steps >= 20, mode
+        assert all(server.payloads.values()), mode
+    for mode, (*_, server) in zip(ALIKE, found, strict=False):
+        expected = simulated(*(word for word in RUN if word not in REAL), *mode).sha256
+        assert server.sha256 == expected
+
+
+THREE = (*(word for word in RUN if "num_workers" not in word), "cluster.num_workers=3")
+OTHERS = {  # options and sync modes
+    "rounds": (("topology=gossip",), ["d_psgd", "choco"]),
+    "pairs": (("topology=gossip",), ["ad_psgd", "swarm"]),
+    "sharded_server": (("topology=sharded_server",), ["bsp", "asp", "ssp"]),
+    "halos": (("topology=halos", "topology.regions=[0,1,1]", "topology.updates=2"), ["asp"]),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "pairs" else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS],
+)
+def test_payloads_between_all_ranks_by_grants(name: str) -> None:
+    """Ranks with several peers, of which some grant and some are granted, end in order. So do
+    those beside a coordinator, which has no communicator.
+    """
+    chosen, modes = OTHERS[name]
+    plans = [planned(*THREE, "schedule=single", *chosen, f"sync={mode}") for mode in modes]
+    found = granted(plans)
+    for mode, seen in zip(modes, found, strict=True):
+        assert [own.steps for own in seen if own.steps is not None][-1] >= 20, mode
+        assert sum(sum(own.payloads.values()) for own in seen) > 0, mode
+
+
+def test_sums_of_groups_by_communicators() -> None:
+    """A group of workers makes its process group at its first sum, once."""
+    modes = ["ripples_random", "ripples_smart", "ripples_static", "ripples_first_come"]
+    chosen = (*THREE, "schedule=single", "topology=partial_all_reduce", "sync.group_size=2")
+    plans = [
+        planned(
+            *(word for word in chosen if mode != "ripples_static" or "group_size" not in word),
+            f"sync={mode}",
+        )
+        for mode in modes
+    ]
+    for mode, (*workers, coordinator) in zip(modes, granted(plans), strict=True):
+        assert coordinator.steps is not None, mode
+        assert coordinator.steps >= 20, mode
+        made = [group for worker in workers for group in worker.groups]
+        assert made, mode
+        assert all(made.count(group) == len(group) for group in made), mode
 
 
 def test_where_nccl_carries_messages(monkeypatch) -> None:
-    """A server grants payloads if requested, on real processes; such a run does not tolerate a
-    failed worker.
+    """NCCL carries sums of all workers by itself, all else if requested, on real processes; such a
+    run does not tolerate a failed worker.
     """
     monkeypatch.setattr(device, "device_of", lambda runtime: "cuda:0")
     monkeypatch.setattr(device, "nccl_available", lambda: True)
@@ -200,18 +279,16 @@ def test_where_nccl_carries_messages(monkeypatch) -> None:
     for mode, by_nccl in (
         (("topology=all_reduce", "sync=bsp"), True),
         (("topology=partial_all_reduce", "sync=ripples_smart", "sync.group_size=2"), False),
+        (("topology=gossip", "sync=d_psgd"), False),
     ):
         found = assemble_job(planned(*RUN, "schedule=single", *mode), HOST).parts
         assert survives_failure(found) != by_nccl
     with pytest.raises(
         UsageError,
-        match=r"transfers by NCCL cannot be paced; take cluster=real with it; take runtime\.backend",
+        match=r"messages by NCCL cannot be paced; take cluster=real with it; take runtime\.backend",
     ):
         device.uses_nccl(asked, server, cluster(2))
     for name in ("gossip", "halos", "partial_all_reduce", "sharded_server"):
         other = conf_option("topology", name)
         assert not device.uses_nccl(own, other, parts.cluster)
-        with pytest.raises(
-            UsageError, match=r"messages of topology=parameter_server; take runtime\.backend=auto"
-        ):
-            device.uses_nccl(asked, other, parts.cluster)
+        assert device.uses_nccl(asked, other, parts.cluster)

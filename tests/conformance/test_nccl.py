@@ -1,9 +1,10 @@
-"""NCCL: collectives between GPUs end like those of gloo, and payloads between two ranks arrive bit
-for bit.
+"""NCCL: runs on several GPUs end like those by gloo, and payloads between two ranks arrive bit for
+bit.
 """
 
 import json
 import os
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,14 +23,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
-LINE = (
-    "runtime=local",
-    "cluster=real",
-    "topology=all_reduce",
-    "sync=bsp",
-    "model=mlp",
-    "dataset=digits",
-)
+LINE = ("runtime=local", "cluster=real", "schedule=single", "model=mlp", "dataset=digits")
+SUMS = ("topology=all_reduce", "sync=bsp")
+OTHERS = {  # by name: options, and GPUs for two workers
+    "server": (("topology=parameter_server", "sync=bsp"), 3),
+    "gossip": (("topology=gossip", "sync=d_psgd"), 2),
+    "groups": (("topology=partial_all_reduce", "sync=ripples_random", "sync.group_size=2"), 2),
+}
 SHARED = {  # two ranks on one GPU
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -41,10 +41,11 @@ SHARED = {  # two ranks on one GPU
 BODIES = 20
 
 
-def loss(folder: Path, workers: int, backend: str) -> float:
+def loss(folder: Path, workers: int, backend: str, chosen: Sequence[str]) -> float:
     where = (f"cluster.num_workers={workers}", "runtime.device=cuda", f"runtime.backend={backend}")
     overrides = [
         *LINE,
+        *chosen,
         *where,
         f"stop.steps={workers * 40}",
         "tracking=none",
@@ -58,9 +59,17 @@ def loss(folder: Path, workers: int, backend: str) -> float:
 def test_sums_end_as_those_of_gloo(workers: int, tmp_path: Path) -> None:
     if workers > torch.cuda.device_count():
         pytest.skip("each rank needs a GPU of its own")
-    assert loss(tmp_path, workers, "nccl") == pytest.approx(
-        loss(tmp_path, workers, "gloo"), rel=1e-4
-    )
+    by_gloo = loss(tmp_path, workers, "gloo", SUMS)
+    assert loss(tmp_path, workers, "nccl", SUMS) == pytest.approx(by_gloo, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_topologies_end_as_by_gloo(name: str, tmp_path: Path) -> None:
+    chosen, gpus = OTHERS[name]
+    if gpus > torch.cuda.device_count():
+        pytest.skip(f"it needs {gpus} GPUs")
+    by_gloo = loss(tmp_path, 2, "gloo", chosen)
+    assert loss(tmp_path, 2, "nccl", chosen) == pytest.approx(by_gloo, rel=1e-3)
 
 
 def echo(end: Connection, port: int, rank: int, ranks: int) -> None:
