@@ -5,11 +5,14 @@ store and groups.
 import queue
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from ashl.run.authenticated_store import StoreAddress, StoreClient, StoreServer, new_secret
 from ashl.run.checkpoints import RestorePoint
 from ashl.run.membership_listener import MembershipListener
 from ashl.run.rank import restore
@@ -18,10 +21,17 @@ from ashl.runtime.effects import PEER_FAILED, Epoch, Message
 from ashl.runtime.plain_state import encode
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import PAUSES
-from ashl.runtime.records import ControlUpdate
-from ashl.runtime.rendezvous import JOINER, SERVER, admit_worker, join_servers
+from ashl.runtime.records import ControlUpdate, End
+from ashl.runtime.rendezvous import (
+    JOINER,
+    SERVER,
+    admit_worker,
+    join_servers,
+    make_epoch_group,
+)
 from ashl.runtime.transport import ReceivedMessage
 from ashl.topology.local_work import WorkerState
+from tests.disturbed import wait_for
 from tests.kernels import Quiet
 
 
@@ -168,13 +178,61 @@ def test_a_joining_worker_is_connected_to_its_server_with_the_clock_of_the_run(
 ) -> None:
     store = cast("Any", Store())
     made: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(rendezvous, "make_group", lambda name, _, place: made.append((name, place)))
-    monkeypatch.setattr(rendezvous, "call_unless_over", lambda meet, _: (meet(), "group")[1])
+    monkeypatch.setattr(
+        rendezvous, "make_group", lambda name, _, place, *__: made.append((name, place)) or "group"
+    )
     assert join_servers(store, [2], 0, 1, lambda: True) is None, "the run ends before"
-    admit_worker(store, 2, 0, 1, 5_000_000_000)
+    admit_worker(store, 2, 0, 1, 5_000_000_000, lambda: False)
     joined = join_servers(store, [2], 0, 1, lambda: False)
     assert joined is not None
     groups, zero_ns = joined
     assert groups == {2: "group"}
     assert time.monotonic_ns() - zero_ns == pytest.approx(5e9, abs=1e9)
     assert made == [("pair/2/0/1", SERVER), ("pair/2/0/1", JOINER)]
+
+
+@pytest.fixture
+def job_store() -> Iterator[StoreClient]:
+    secret = new_secret()
+    with (
+        closing(StoreServer(secret)) as server,
+        closing(StoreClient(StoreAddress(server.host, server.port, secret), 0.0)) as client,
+    ):
+        yield client
+
+
+def threads_named(*names: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name in names]
+
+
+@pytest.mark.parametrize(
+    "update", [ControlUpdate(failed=((1, 1),)), ControlUpdate(end=End(0))], ids=["failed", "over"]
+)
+def test_a_server_waits_no_longer_for_a_joining_worker_that_never_comes(
+    update: ControlUpdate, job_store: StoreClient
+) -> None:
+    """Its threads would ask the store for the worker two hundred times a second."""
+    failed: list[int] = []
+    kernel = SimpleNamespace(
+        has_started=True,
+        ctx=SimpleNamespace(rank=2),
+        now_ns=0,
+        mark_peer_failed=lambda rank, _: failed.append(rank),
+    )
+    listener = MembershipListener(cast("Any", kernel), [1], job_store)
+    listener.on_membership(ControlUpdate(failed=((1, 0),), ready=((1, 1),)))
+    wait_for(lambda: threads_named("watched"))
+    assert threads_named("connect-1")
+    listener.on_membership(update)
+    wait_for(lambda: not threads_named("watched", "connect-1"), 5.0)
+    assert failed == [1] * (1 + len(update.failed))
+
+
+def test_the_rendezvous_of_an_epoch_ends_with_the_epoch(job_store: StoreClient) -> None:
+    began = time.monotonic()
+    members = Epoch(1, (0, 1), (0, 0)), (0, 1)
+    group = make_epoch_group(
+        job_store, 0, lambda: 0, *members, lambda: time.monotonic() > began + 0.3
+    )
+    assert group is None
+    wait_for(lambda: not threads_named("watched"), 5.0)

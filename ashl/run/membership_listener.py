@@ -15,6 +15,7 @@ from ashl.run.authenticated_store import StoreClient
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import ControlUpdate
 from ashl.runtime.rendezvous import admit_worker
+from ashl.runtime.transport import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class MembershipListener:
         self._incarnations = dict.fromkeys(peers, 0)
         # the latest failed incarnation of each failed worker, also of those that are no peers
         self._failed: dict[int, int] = {}
+        self._has_ended = False  # True once the run has ended
 
     @property
     def failed_ranks(self) -> set[int]:
@@ -64,6 +66,7 @@ class MembershipListener:
         Without epochs it does nothing before the kernel has connections. The controller repeats
         its updates, so nothing is missed, and each change is applied once.
         """
+        self._has_ended = update.end is not None
         if self._regroups:
             return self._on_epoch(update)
         if not self._kernel.has_started:
@@ -98,12 +101,22 @@ class MembershipListener:
 
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
         """Connect to a rejoining worker, in a thread of its own: it blocks until the worker is
-        there.
-
-        Limits: if the worker ends before, the thread waits until this process ends.
+        there, has failed, or the run has ended.
         """
-        own = self._kernel.ctx.rank
-        group = admit_worker(self._store, own, rank, incarnation, self._kernel.now_ns)
+
+        def is_over() -> bool:
+            return self._has_ended or self._failed.get(rank, -1) >= incarnation
+
+        own, group, why = self._kernel.ctx.rank, None, "it failed, or the run has ended"
+        try:
+            group = admit_worker(self._store, own, rank, incarnation, self._kernel.now_ns, is_over)
+        except RuntimeError as error:
+            why = first_line(error)
+        if group is None:
+            logger.warning(
+                "worker %d, incarnation %d, does not connect: %s", rank, incarnation, why
+            )
+            return
         self._kernel.connect_peer(rank, incarnation, group)
         if rank in self.failed_ranks:  # it has failed again in the meantime
             self._kernel.mark_peer_failed(rank, "the run continues without it")

@@ -7,7 +7,10 @@ with each of its servers.
 gloo makes a group with all members at once, and a failed member breaks only its own connections. So
 each incarnation of a joining worker has groups of its own, and no message of an earlier incarnation
 can arrive through them. Before a server makes the group of two, it announces itself in the job's
-store. The joining worker polls for that, because gloo's own wait cannot be interrupted.
+store, and the joining worker polls for that.
+
+gloo waits forever for a member that has failed. So every rendezvous ends once the caller knows that
+it cannot succeed (`make_group`).
 
 The run's clock counts nanoseconds from the run's zero. A process keeps this zero as a value of its
 own monotonic clock, which processes of one node share.
@@ -23,7 +26,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from functools import partial
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -36,6 +39,7 @@ from ashl.runtime.transport import NO_TIMEOUT
 
 SERVER, JOINER = 0, 1  # ranks in a group of two: the server, and the joining worker
 POLL_S = 0.02  # seconds between two reads of the job's store
+MEMBER_POLL_S = 0.005  # the same while gloo waits for the members of a group
 CHECK_S = 0.2  # seconds between two checks whether a wait can still end
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, new at each boot of the machine
 T = TypeVar("T")
@@ -116,15 +120,47 @@ def parse_zero(clock: bytes) -> int:
     return zero if clock_of == clock_id() else time.monotonic_ns() - now
 
 
-def make_group(name: str, store: dist.Store, place: int, size: int = 2) -> dist.ProcessGroup:
-    """Make a process group on gloo; return it once all members are there.
+class RendezvousStore(dist.Store):
+    """The job's store for one rendezvous of gloo: `over` ends its waits for the other members."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.over = threading.Event()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys. Raises RuntimeError once the rendezvous is over."""
+        while not self._store.check(keys):
+            if self.over.wait(MEMBER_POLL_S):
+                raise RuntimeError("the rendezvous is over")
+
+
+def make_group(
+    name: str, store: dist.Store, place: int, size: int, is_over: Callable[[], bool]
+) -> dist.ProcessGroup | None:
+    """Make a process group on gloo; return it once all members are there, or None once `is_over()`
+    is true.
 
     Args: name, the same at all members and used once; place, the rank in the group.
+    Raises: RuntimeError if gloo cannot connect the members: one may have failed.
     """
-    return cast(
-        "dist.ProcessGroup",
-        dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, size, NO_TIMEOUT),
-    )
+    own = RendezvousStore(store)
+
+    def meet() -> dist.ProcessGroup:
+        # `own` has to live until the group is made: gloo refers to its part in C++ only
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", own), place, size, NO_TIMEOUT)
+        return cast("dist.ProcessGroup", gloo)
+
+    group = call_unless_over(meet, is_over)
+    if group is None:
+        own.over.set()
+    return group
 
 
 def make_nccl_group(store: dist.Store, rank: int, members: tuple[int, ...]) -> dist.ProcessGroup:
@@ -161,8 +197,7 @@ def make_epoch_group(
         return None
     store.set(clock_key(epoch.number), describe_clock(now_ns()))
     name = f"epoch/{epoch.number}"
-    meet = partial(make_group, name, store, members.index(rank), len(members))
-    return call_unless_over(meet, is_over)
+    return make_group(name, store, members.index(rank), len(members), is_over)
 
 
 def join_epoch(
@@ -185,7 +220,8 @@ def join_epoch(
 def call_unless_over(call: Callable[[], T], is_over: Callable[[], bool]) -> T | None:
     """Return `call()`, or None once `is_over()` is true: gloo waits forever for a failed process.
 
-    The call runs in a thread. After None this thread remains, blocked in the call.
+    The call runs in a thread. After None this thread remains until the call returns, forever if it
+    is blocked in gloo.
     Raises: the error of `call`.
     """
     outcome = Future[T]()
@@ -213,16 +249,21 @@ def pair_key(server: int, worker: int, incarnation: int) -> str:
 
 
 def admit_worker(
-    store: dist.Store, server: int, worker: int, incarnation: int, now_ns: int
-) -> dist.ProcessGroup:
+    store: dist.Store,
+    server: int,
+    worker: int,
+    incarnation: int,
+    now_ns: int,
+    is_over: Callable[[], bool],
+) -> dist.ProcessGroup | None:
     """Make the group of a server with a joining worker; called at the server.
 
-    It blocks until the worker is there: forever if the worker fails meanwhile.
     Args: now_ns, run time.
+    Returns: None once `is_over()` is true.   Raises: as `make_group`.
     """
     name = pair_key(server, worker, incarnation)
     store.set(name, describe_clock(now_ns))
-    return make_group(name, store, SERVER)
+    return make_group(name, store, SERVER, 2, is_over)
 
 
 def join_servers(
@@ -245,8 +286,7 @@ def join_servers(
                 return None
             time.sleep(POLL_S)
         zero_ns = parse_zero(store.get(name))
-        meet = partial(make_group, name, store, JOINER)
-        group = call_unless_over(meet, is_over)
+        group = make_group(name, store, JOINER, 2, is_over)
         if group is None:
             return None
         groups[server] = group
