@@ -26,7 +26,7 @@ from ashl.run.authenticated_store import (
 from ashl.run.control_channel import MAX_PENDING_MODELS, Content, ControlChannel, Reporter
 from ashl.run.handshake import PlaceRequests, make_hello, request_place
 from ashl.run.process_setup import EXIT_EVICTED
-from ashl.run.rank import RankSettings, run_rank
+from ashl.run.rank import RankSettings, leave, run_rank
 from ashl.run.supervisor import answer_requests
 from ashl.runtime.records import (
     End,
@@ -34,6 +34,7 @@ from ashl.runtime.records import (
     RankError,
     Record,
     Snapshot,
+    WorkerFailed,
     WorkerRejoined,
     as_fields,
 )
@@ -131,6 +132,28 @@ def test_a_model_of_another_size_is_an_error(channel, reporter) -> None:
     reporter.close()
     with pytest.raises(AshlError, match=f"rank 3 sent {D + 1} parameters, and {D} were expected"):
         received(channel)
+
+
+def test_an_interrupt_leaves_the_answer_to_the_main_thread_of_a_worker(
+    server, store, channel, reporter, monkeypatch
+) -> None:
+    """A request that is broken off would leave its answer to the next one."""
+    ends: list[End] = []
+    monkeypatch.setattr("ashl.run.rank.exit_process", ends.append)
+    may_answer, answers = threading.Event(), list[str]()
+    server.handlers["slow"] = lambda: may_answer.wait(5.0) and "slow"
+    threads = [
+        threading.Thread(target=lambda: answers.append(store.call("slow"))),
+        threading.Thread(target=leave, args=(3, reporter)),
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    may_answer.set()
+    for thread in threads:
+        thread.join()
+    assert (answers, ends) == (["slow"], [End(130)])
+    assert [record for record, _ in received(channel)] == [WorkerFailed(3, 0, "was interrupted")]
 
 
 class Line:

@@ -156,9 +156,12 @@ def run_rank(
             signals_handled: AbstractContextManager = nullcontext()
         else:
             signals_handled = handle_signals(
-                raise_interrupt
-                if settings.incarnation
-                else lambda *_: reporter.emit(StopAsked(settings.rank, "interrupted"))
+                # in a thread, because the main thread may wait for an answer of the store
+                lambda *_: (
+                    threading.Thread(target=leave, args=(settings.rank, reporter)).start()
+                    if settings.incarnation
+                    else reporter.emit(StopAsked(settings.rank, "interrupted"))
+                )
             )
         with signals_handled, report_own_faults(plan.allow_targets, AshlError):
             train_rank(settings, plan, store, reporter, show)
@@ -169,12 +172,19 @@ def run_rank(
             end = reporter.await_run_end() or End(1, "the job's store failed before the run ended")
             store.close()
     except KeyboardInterrupt:
-        reporter.emit(WorkerFailed(settings.rank, 0, "was interrupted"))
-        reporter.close()
-        exit_process(End(130))
+        leave(settings.rank, reporter)
     except Exception as error:
         end = report_error(settings, reporter, error)
     return end
+
+
+def leave(rank: int, reporter: Reporter) -> NoReturn:
+    """Report that this worker was interrupted, and end its process; the run continues without
+    it.
+    """
+    reporter.emit(WorkerFailed(rank, 0, "was interrupted"))
+    reporter.close()
+    exit_process(End(130))
 
 
 def start_again(end: End) -> NoReturn:
@@ -260,10 +270,6 @@ def role_name(plan: Plan, rank: int) -> str:
         "partial_all_reduce",
     )
     return f"the {'coordinator' if coordinated else 'server'} (rank {rank})"
-
-
-def raise_interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def is_consequence(error: Exception) -> bool:
