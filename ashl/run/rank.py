@@ -195,6 +195,7 @@ def start_again(end: End) -> NoReturn:
     without it or has ended.
     """
     sys.stderr.write(f"ashl: {end.why}; rejoins\n")
+    sys.stdout.flush()
     sys.stderr.flush()
     os.environ[REJOINS] = "1"
     # Sockets close at exec: closing them now can abort this process in a thread of gloo.
