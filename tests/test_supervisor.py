@@ -12,14 +12,19 @@ import pytest
 
 from ashl.config.signals import describe_exit
 from ashl.errors import AshlError
+from ashl.run.control_channel import PATIENCE_S
+from ashl.run.launch import rank_processes
+from ashl.run.process_setup import EXIT_EVICTED
 from ashl.run.rank import RankSettings, is_consequence, role_name
 from ashl.run.supervisor import LivenessMonitor, check_liveness, find_culprit
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.records import (
     ControlUpdate,
+    End,
     Heartbeat,
     RankError,
     WorkerFailed,
+    WorkerRejoined,
 )
 from ashl.runtime.time_accounting import KINDS
 from tests.support import planned
@@ -135,6 +140,25 @@ def test_a_closed_connection_is_the_end_of_a_process_on_another_node() -> None:
     for _ in range(2):
         liveness.detect_failures(60.0, [], time.monotonic())
     assert not emitted, "a worker that fails with an error of its own ends the run"
+
+
+def test_a_rejoining_worker_that_misses_heartbeats_is_evicted() -> None:
+    """Otherwise it would count as rejoined once it reports again, and the run would ignore it."""
+    killed = {1: "was killed by SIGKILL"}
+    liveness, _, emitted = liveness_monitor(failed=killed, rejoining={1: True})
+    channel = liveness.channel
+    ends: dict[int, End] = {}
+    channel.evict, channel.silent_s = ends.__setitem__, lambda rank: 4.5
+    channel.incarnations[1] = 1
+    liveness.abandon_silent_rejoins(5.0)
+    assert (ends, liveness.rejoining) == ({}, {1: True})
+    liveness.abandon_silent_rejoins(4.0)
+    sentence = "worker 1 sent no heartbeat for 4 s (runtime.heartbeat_timeout_s); the run continues"
+    assert ends == {1: End(EXIT_EVICTED, f"{sentence} without it")}
+    assert not liveness.rejoining
+    assert channel.control_update.failed == ((1, 1),)
+    liveness.handle_record(WorkerRejoined(1, 5), None)
+    assert (emitted, [*liveness.failed]) == ([], [1]), "it reported this before it hung"
 
 
 def test_the_run_ends_when_its_last_worker_stays_silent() -> None:

@@ -166,7 +166,7 @@ class LivenessMonitor:
             case RankError():
                 self.errors.append(record)
             case _:
-                self.monitor.emit(record)
+                pass  # of a rejoin that is abandoned: the worker reported it too late
 
     def adjust_clock_zero(self, record: Record) -> None:
         """Estimate the controller time of the run's zero from a heartbeat."""
@@ -220,9 +220,11 @@ class LivenessMonitor:
                 self.continue_without(rank, cause)
 
     def abandon_silent_rejoins(self, timeout_s: float) -> None:
-        """Stop waiting for rejoining workers that ended or miss heartbeats; kill the latter."""
+        """Stop waiting for rejoining workers that ended or miss heartbeats; evict the latter."""
         for rank in [*self.rejoining]:
             if self.channel.silent_s(rank) > timeout_s:
+                # one that only hung would count as rejoined as soon as it reports again
+                self.channel.evict(rank, eviction(rank, timeout_s))
                 if rank in self.processes:
                     self.processes[rank].kill()
                 self.abandon_rejoin(rank)
@@ -237,16 +239,12 @@ class LivenessMonitor:
             self.channel.incarnations[rank],
             timeout_s,
         )
-        cause = f"sent no heartbeat for {timeout_s:g} s"
-        sentence = (
-            f"worker {rank} {cause} (runtime.heartbeat_timeout_s); the run continues without it"
-        )
-        self.channel.evict(rank, End(EXIT_EVICTED, sentence))
+        self.channel.evict(rank, eviction(rank, timeout_s))
         if rank in self.processes and can_block_forever(self.monitor.job.parts):
             # the other workers may be blocked in a collective with it
             self.processes[rank].kill()
             self.killed_as_silent.add(rank)
-        self.continue_without(rank, cause)
+        self.continue_without(rank, silence(timeout_s))
 
     def can_continue_without(self, silent: set[int]) -> bool:
         """Return True if the run can continue without these ranks, which became silent at about the
@@ -371,6 +369,18 @@ class LivenessMonitor:
         running = self.channel.last_heard_s.keys() - self.exited - self.failed.keys()
         silent = [rank for rank in running if self.channel.silent_s(rank) > for_s]
         return sorted(silent, key=self.channel.silent_s, reverse=True)
+
+
+def silence(timeout_s: float) -> str:
+    """Return the cause of a failure by missed heartbeats."""
+    return f"sent no heartbeat for {timeout_s:g} s"
+
+
+def eviction(rank: int, timeout_s: float) -> End:
+    """Return the end of a worker that missed heartbeats."""
+    source = "runtime.heartbeat_timeout_s"
+    sentence = f"worker {rank} {silence(timeout_s)} ({source}); the run continues without it"
+    return End(EXIT_EVICTED, sentence)
 
 
 def supervise(
