@@ -171,12 +171,31 @@ def test_the_run_ends_when_its_last_worker_stays_silent() -> None:
     liveness.channel.silent_s = silent_s.__getitem__
     liveness.channel.awake = SimpleNamespace(resumed_s=0.0)
     liveness.detect_failures(2.0, [1, 2], time.monotonic())
-    check_liveness(liveness, 2.0)  # an overloaded node: the run cannot do without it, and waits
+    # an overloaded node: the run cannot do without it, and waits
+    check_liveness(liveness, 2.0, [1, 2])
     silent_s[1] = silent_s[2] = 10.5
     with pytest.raises(
         AshlError, match=r"worker 1 on node1, .* sent no heartbeat for 10 s; the run"
     ):
-        check_liveness(liveness, 2.0)
+        check_liveness(liveness, 2.0, [1, 2])
+
+
+def test_a_worker_that_becomes_silent_within_a_pass_does_not_end_the_run() -> None:
+    """The next pass evicts it."""
+    liveness, monitor, emitted = liveness_monitor()
+    monitor.job = SimpleNamespace(parts=SimpleNamespace(stages=()))
+    monitor.heartbeats = {rank: empty_totals(rank)._replace(steps=7) for rank in range(3)}
+    monitor.hosts = {}
+    liveness.channel.awake = SimpleNamespace(resumed_s=0.0)
+    liveness.channel.evict = lambda *_: None
+    silent_s = {0: 0.0, 1: 19.99, 2: 0.0}
+    liveness.channel.silent_s = silent_s.__getitem__
+    for why in ([], ["sent no heartbeat for 20 s"]):
+        silent = liveness.silent_ranks(20.0)
+        liveness.detect_failures(20.0, silent, time.monotonic())
+        silent_s[1] = 20.01
+        check_liveness(liveness, 20.0, silent)
+        assert [record.why for record in emitted] == why
 
 
 def test_ranks_that_wait_for_each_other_are_judged_by_the_limit_of_waiting() -> None:
@@ -194,7 +213,24 @@ def test_ranks_that_wait_for_each_other_are_judged_by_the_limit_of_waiting() -> 
             if hangs
             else nullcontext()
         ):
-            check_liveness(liveness, 0.8)
+            check_liveness(liveness, 0.8, [])
+
+
+def test_a_process_that_cannot_be_killed_does_not_hold_up_the_end(monkeypatch, caplog) -> None:
+    """The ranks on other nodes learn the end of the run after it, and the records are complete."""
+    waits: list[float | None] = []
+    stuck = SimpleNamespace(
+        pid=7,
+        is_alive=lambda: True,
+        kill=lambda: None,
+        join=lambda limit_s=None: waits.append(limit_s),
+    )
+    monkeypatch.setattr("ashl.run.launch.start_child", lambda *_: stuck)
+    plan: Any = SimpleNamespace(to_json=str)
+    with rank_processes(plan, [RankSettings(0)], None):  # type: ignore[arg-type]
+        pass
+    assert waits == [PATIENCE_S]
+    assert "process 7 does not end after SIGKILL" in caplog.text
 
 
 def test_a_failed_server_is_named_as_a_server() -> None:

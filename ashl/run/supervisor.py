@@ -403,7 +403,8 @@ def supervise(
         now_s = time.monotonic()  # the records that were received before are applied next
         read_records(liveness, checkpoint_manager)
         publish_stop(liveness, now_s)
-        liveness.detect_failures(timeout_s, liveness.silent_ranks(timeout_s), now_s)
+        silent = liveness.silent_ranks(timeout_s)
+        liveness.detect_failures(timeout_s, silent, now_s)
         checkpoint_manager.complete_checkpoints(liveness.failed, liveness.monitor)
         if not channel.control_update.stop_reason and liveness.monitor.final is None:
             liveness.restart_workers(runtime.max_restarts)
@@ -413,7 +414,7 @@ def supervise(
         if interrupted_s is not None and now_s - interrupted_s > PATIENCE_S:
             liveness.monitor.evaluate_pending()
             return None
-        check_liveness(liveness, timeout_s)
+        check_liveness(liveness, timeout_s, silent)
         liveness.monitor.draw_progress()
         time.sleep(POLL_S)
     liveness.monitor.evaluate_pending()
@@ -525,17 +526,20 @@ def rank_name(liveness: LivenessMonitor, rank: int) -> str:
     )
 
 
-def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
+def check_liveness(
+    liveness: LivenessMonitor, timeout_s: float, judged_silent: Collection[int]
+) -> None:
     """Raise AshlError if the run cannot do without a rank that misses heartbeats, or if all ranks
     wait for each other for `runtime.wait_timeout_s`. The error names the ranks.
 
-    Args: timeout_s, the heartbeat timeout.
+    Args: timeout_s, the heartbeat timeout; judged_silent, the silent ranks that `detect_failures`
+    has judged. It judges a rank that has become silent since then in the next pass.
     """
     channel = liveness.channel
     fatal_s, source = timeout_s, " (runtime.heartbeat_timeout_s)"
     if liveness.survives_failure and timeout_s < FATAL_SILENCE_S:
         fatal_s, source = FATAL_SILENCE_S, ""
-    if liveness.silent_ranks(fatal_s):
+    if any(rank in judged_silent for rank in liveness.silent_ranks(fatal_s)):
         for_so_long = f"for {fatal_s:g} s{source}"
         # with the ranks that became silent at about the same time
         silent = liveness.silent_ranks(fatal_s - min(SAME_CAUSE_S, fatal_s / 2))
