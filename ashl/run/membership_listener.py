@@ -98,6 +98,7 @@ class MembershipListener:
         members = dict(zip(epoch.workers, epoch.incarnations, strict=True))
         if not self._is_worker or members.get(own.rank) == own.incarnation:
             self._kernel.begin_epoch(epoch)
+        self._kernel.supervised_s = update.supervised_s  # last, so that the epoch comes first
 
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
         """Connect to a rejoining worker, in a thread of its own: it blocks until the worker is

@@ -36,6 +36,7 @@ from ashl.run.checkpoints import CheckpointManager
 from ashl.run.control_channel import (
     PATIENCE_S,
     POLL_S,
+    AwakeTime,
     Content,
     ControlChannel,
 )
@@ -399,6 +400,7 @@ def supervise(
     channel.last_heard_s |= dict.fromkeys(liveness.processes, channel.awake_s)
     # a resumed run has evaluations already
     channel.control_update = channel.control_update._replace(scores=liveness.monitor.scores)
+    supervised = AwakeTime()
     while len(liveness.exited.union(liveness.failed)) < plan.num_ranks:
         now_s = time.monotonic()  # the records that were received before are applied next
         read_records(liveness, checkpoint_manager)
@@ -415,6 +417,7 @@ def supervise(
             liveness.monitor.evaluate_pending()
             return None
         check_liveness(liveness, timeout_s, silent)
+        channel.control_update = channel.control_update._replace(supervised_s=supervised.passed_s())
         liveness.monitor.draw_progress()
         time.sleep(POLL_S)
     liveness.monitor.evaluate_pending()

@@ -62,7 +62,7 @@ from ashl.runtime.rank_checkpoint import (
 )
 from ashl.runtime.rank_context import Observer, RankContext
 from ashl.runtime.records import Heartbeat
-from ashl.runtime.rendezvous import JOINER, SERVER, synchronize_clocks, world
+from ashl.runtime.rendezvous import CHECK_S, JOINER, SERVER, synchronize_clocks, world
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import DeliveryReceipt, HostPayloads, PeerConnections, ReceivedMessage
 
@@ -147,6 +147,7 @@ class TorchKernel(TaskKernel):
         self._num_workers = num_workers
         self._num_ranks = num_ranks
         self._epoch = self._published = Epoch(0, ())
+        self.supervised_s = 0.0  # as in `ControlUpdate`; another thread sets it
         self.ctx.tolerates_failures = make_group is not None
         self._start: Callable[..., Coroutine] | None = None
         self._tasks = set[Task]()
@@ -405,13 +406,16 @@ class TorchKernel(TaskKernel):
         """Wait for the next epoch, because a collective, a connection or the rendezvous of an epoch
         is broken. Raises the error if none has begun after `FAILURE_WAIT_S`.
         """
-        epoch = self._epoch
+        epoch, until_s = self._epoch, self.supervised_s + FAILURE_WAIT_S
 
         def check() -> None:
-            if self._epoch is epoch:
+            if self._published is not epoch:
+                return
+            if self.supervised_s > until_s:
                 raise error.__cause__ or error
+            self._set_timer(self.now_ns + round(CHECK_S * 1e9), check)
 
-        self._set_timer(self.now_ns + round(FAILURE_WAIT_S * 1e9), check)
+        check()
 
     def run_until(self, over: Callable[[], bool]) -> None:
         """Continue with the tasks that remain after the main task, until `over()`."""

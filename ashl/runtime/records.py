@@ -378,6 +378,8 @@ class ControlUpdate(NamedTuple):
     ready: tuple[tuple[int, int], ...] = ()
     # the members of a run whose workers regroup after a failure or a rejoin
     epoch: Epoch = Epoch(0, ())
+    # seconds for which the controller has looked for failures, without its evaluations
+    supervised_s: float = 0.0
 
 
 # --- which rounds are recorded

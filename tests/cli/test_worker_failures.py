@@ -6,13 +6,18 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ashl.cli.app import main
+from ashl.run.monitor import Monitor
+from ashl.runtime.process import FAILURE_WAIT_S
 from ashl.tracking import jsonl
 from tests.disturbed import INTERRUPTED, LONG, PATIENCE_S, check_records, ranks_of, wait_for
 
@@ -123,6 +128,30 @@ def test_a_worker_with_a_long_pause_is_evicted_and_rejoins(train, workplace) -> 
         " without it"
     )
     assert line in said.splitlines()
+
+
+@pytest.mark.slow
+def test_a_worker_is_killed_while_the_controller_evaluates(train, workplace, monkeypatch) -> None:
+    """The survivors wait until the controller looks for failures again."""
+    may_begin, has_begun = threading.Event(), threading.Event()
+    score = Monitor.score
+
+    def score_slowly(*given: Any) -> Any:
+        if may_begin.is_set() and not has_begun.is_set():
+            has_begun.set()
+            time.sleep(FAILURE_WAIT_S + 3)
+        return score(*given)
+
+    def kill(run: Path) -> None:
+        may_begin.set()
+        wait_for(has_begun.is_set)
+        lose(run)
+        wait_for(lambda: goes_on(run))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Monitor, "score", score_slowly)
+    mode = "topology=all_reduce", "sync=bsp", "cluster.compute=[1,1.5,1]"
+    assert train(kill, *mode) == (130, INTERRUPTED)
 
 
 JOIN = [sys.executable, "-m", "ashl.cli", "join"]
