@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from ashl.errors import AshlError, UsageError, to_one_line
 from ashl.run.authenticated_store import (
     PENDING,
+    SIZE,
     Secret,
     StoreAddress,
     StoreClient,
@@ -161,6 +162,15 @@ def test_a_client_that_sends_byte_by_byte_has_no_more_time(server, monkeypatch) 
             assert time.monotonic() < began_s + 3.0
             link.send(b"x")
             time.sleep(0.15)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_controller_learns_the_end_of_a_connection_after_any_error(server) -> None:
+    closed = threading.Event()
+    server.handlers["closed"] = closed.set
+    one = client(server)
+    one._connection.send(SIZE.pack(1) + b"5")  # a message is a list
+    assert closed.wait(5)
 
 
 def test_a_store_outlives_a_moment_without_threads(server, monkeypatch) -> None:

@@ -255,7 +255,14 @@ class StoreServer:
         self._listener.close()
 
     def _serve(self, link: socket.socket, address: str) -> None:
-        """Serve a connection until it is closed, if its client knows the secret."""
+        """Serve a connection until it is closed, and tell the controller of its end."""
+        try:
+            self._answer_requests(link, address)
+        finally:
+            self.call("closed")
+
+    def _answer_requests(self, link: socket.socket, address: str) -> None:
+        """Answer the requests of a client that knows the secret until its connection is closed."""
         with closing(Connection(link, CHALLENGE_S)) as connection, suppress(OSError, ValueError):
             try:
                 connection.prove(self._secret, (SERVER, CLIENT))
@@ -275,7 +282,6 @@ class StoreServer:
                 except Exception as error:  # for example a key that is not there in time
                     answer = None, str(error) or type(error).__name__
                 connection.send_message(*answer)
-        self.call("closed")
 
 
 class StoreClient(dist.Store):
