@@ -40,7 +40,7 @@ from ashl.run.checkpoints import (
     first_epoch,
     restore_point_of,
 )
-from ashl.run.control_channel import ControlChannel
+from ashl.run.control_channel import PATIENCE_S, ControlChannel
 from ashl.run.evaluation import shard_sizes
 from ashl.run.handshake import PlaceRequests, make_hello
 from ashl.run.interface import check_loopback, choose_interface, find_configured
@@ -223,7 +223,7 @@ def rank_processes(
     plan: Plan, rank_settings: Sequence[RankSettings], at: StoreAddress
 ) -> Generator[tuple[dict[int, BaseProcess], Callable[[RankSettings], None]]]:
     """Start processes for these ranks. When the context ends, kill all that are alive, and wait for
-    their end.
+    their end, up to `PATIENCE_S` each: a process that waits for a device ends later.
 
     Yields: the latest process of each rank, and a function that starts the next process of a rank.
     """
@@ -252,7 +252,9 @@ def rank_processes(
             if process.is_alive():
                 process.kill()
         for process in all_processes:
-            process.join()
+            process.join(PATIENCE_S)
+            if process.is_alive():
+                logger.warning("process %s does not end after SIGKILL", process.pid)
 
 
 def start_child(
