@@ -105,12 +105,14 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
     ],
 )
 def test_a_killed_worker_is_restarted(mode: str, train, workplace) -> None:
-    kill, own = (
-        lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL),
-        [f"stop.seconds={9 if 'gossip' in mode else 5}", "runtime.max_restarts=1"],
-    )
-    assert train(kill, *mode.split(), *own) == (0, "")
-    check_return(workplace / "run", 1, "was killed by SIGKILL")
+    def kill(run: Path) -> None:
+        """Kill worker 1, and end the run once its next incarnation works."""
+        lose(run)
+        wait_for(lambda: works_again(run))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(kill, *mode.split(), "runtime.max_restarts=1") == (130, INTERRUPTED)
+    check_return(workplace / "run", 1, "was killed by SIGKILL", "interrupted")
 
 
 @pytest.mark.slow
@@ -204,6 +206,17 @@ def lose(run: Path) -> None:
     """Worker 1, as the run knows by then."""
     os.kill(ranks_of(run)[1], signal.SIGKILL)
     wait_for(lambda: '"worker_failed"' in (run / "events.jsonl").read_text())
+
+
+def works_again(run: Path) -> bool:
+    """Return True if worker 1 has ended a round that began after its rejoin."""
+    events = list(jsonl.read(run / "events.jsonl"))
+    rejoined_s = [event["time_s"] for event in events if event["kind"] == "worker_rejoined"]
+    return any(
+        event["start_s"] >= rejoined_s[0] and not event["dropped"]
+        for event in events
+        if rejoined_s and event["kind"] == "round" and event["rank"] == 1
+    )
 
 
 def goes_on(run: Path) -> bool:
