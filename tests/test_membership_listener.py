@@ -145,6 +145,21 @@ def test_a_rendezvous_that_fails_waits_for_the_next_epoch(
             kernel.run(main)
 
 
+def test_a_rank_that_has_ended_waits_for_the_others_until_all_have() -> None:
+    """The controller would not notice that another rank waits in vain."""
+    kernel = kernel_of(Quiet())
+    kernel.join_running({}, time.monotonic_ns())
+
+    async def main(ctx: Any) -> None:
+        await ctx.sleep(0.0)
+
+    assert kernel.heartbeat().waiting is None
+    kernel.run(main)
+    assert kernel.heartbeat().waiting == "has ended and waits for the other ranks"
+    kernel.close_connections(1.0)
+    assert kernel.heartbeat().waiting is None
+
+
 def test_a_pause_does_not_hide_the_round_before() -> None:
     """Members that have missed the last merge before the pause go back to that round with all."""
     ctx = kernel_of(Quiet(), make_group=lambda *_: None).ctx

@@ -69,7 +69,8 @@ from ashl.runtime.transport import DeliveryReceipt, HostPayloads, PeerConnection
 # a rank that is behind its declared pace by less than this counts as on time
 ON_TIME_NS = 2_000_000
 LINGER_S = 0.01  # seconds between two checks whether the run is over
-# seconds after a broken collective or connection within which the next epoch must begin
+# seconds after a broken collective or connection within which the next epoch must begin, as far as
+# the controller looks for failures: it does not while it evaluates
 FAILURE_WAIT_S = 10.0
 T = TypeVar("T")
 # returns the process group of the members of an epoch; None if there is one member, or once the
@@ -175,6 +176,7 @@ class TorchKernel(TaskKernel):
         self._unit = ComputeUnit(rank, self.throttle, self._inbox, self._mail)
         self._resumed_ns = time.monotonic_ns()  # host clock: when a task last resumed
         self.finished = False  # True once the main task has ended
+        self._is_closing = False  # True once all ranks have ended
 
     @property
     def now_ns(self) -> int:
@@ -431,6 +433,7 @@ class TorchKernel(TaskKernel):
 
     def close_connections(self, timeout_s: float) -> None:
         """Close the connections, when every rank has ended and starts no new transfer."""
+        self._is_closing = True
         for task, _ in self._ready:
             task.coro.close()  # Python would warn about coroutines that have not begun
         if self._connections is not None:
@@ -442,9 +445,12 @@ class TorchKernel(TaskKernel):
         """
         effect = self._unit.paused_in or (self._main.waiting if self._main else None)
         blocked = effect is not None and not isinstance(effect, fx.Compute)
+        waiting = describe_wait(effect) if blocked else None
+        if self._main is not None and self._main.done and not self._is_closing:
+            waiting = "has ended and waits for the other ranks"
         idle_s = (time.monotonic_ns() - self._resumed_ns) / 1e9
         return self.ctx.heartbeat()._replace(
-            waiting=describe_wait(effect) if blocked else None,
+            waiting=waiting,
             idle_s=idle_s,
             first_pause=self._first_pause,
         )

@@ -4,7 +4,7 @@ thread for each peer.
 Headers and payloads use different tags of gloo, so that another transport may carry the payloads.
 Threads are needed because an `irecv` on gloo never reports completion until it is waited for.
 Process groups get a timeout that never expires, since a receive that times out closes every pair of
-its group; the monitor detects late ranks instead.
+its group; the controller detects late ranks instead.
 
 A vector of floats is moved to the rank's device when it arrives; an encoded payload stays in the
 host's memory.
