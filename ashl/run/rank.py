@@ -160,7 +160,7 @@ def run_rank(
                 lambda *_: (
                     threading.Thread(target=leave, args=(settings.rank, reporter)).start()
                     if settings.incarnation
-                    else reporter.emit(StopAsked(settings.rank, "interrupted"))
+                    else reporter.emit(StopAsked(settings.rank))
                 )
             )
         with signals_handled, report_own_faults(plan.allow_targets, AshlError):

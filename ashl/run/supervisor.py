@@ -132,7 +132,7 @@ class LivenessMonitor:
             case ProcessExited() | Ready() | WorkerRejoined() | WorkerFailed() | RankError():
                 self.handle_membership_record(record)
             case StopAsked():
-                self.monitor.stop_reason = self.monitor.stop_reason or record.reason
+                self.monitor.stop_reason = self.monitor.stop_reason or "interrupted"
             case PacingStats():
                 self.pacing.append(record)
             case Snapshot():

@@ -55,7 +55,6 @@ class CollectiveBrokenError(Exception):
 
     def __init__(self, group: Ranks) -> None:
         super().__init__(f"a collective of the ranks {list(group)} is broken")
-        self.group = group
 
 
 class Outcome(NamedTuple):

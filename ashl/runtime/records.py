@@ -242,10 +242,9 @@ class ProcessExited(NamedTuple):
 
 
 class StopAsked(NamedTuple):
-    """A request to stop the run that a process received, for example by Ctrl-C."""
+    """A process received an interrupt, for example by Ctrl-C, which asks the run to stop."""
 
     rank: int
-    reason: Text
 
 
 class RankError(NamedTuple):
