@@ -70,7 +70,8 @@ class ZeroOneAdam(StepRule):
         return compute_momenta
 
     def sums_whole(self, stage: StageConfig, progress: Progress) -> bool:
-        at, gap = stage_merges(stage, progress), 1
+        # every merge advances all clocks, which begin at 0 in each stage
+        at, gap = progress.slowest, 1
         if at >= self.freeze_step:
             return False
         while at >= self.update_scaler * gap:
@@ -81,7 +82,7 @@ class ZeroOneAdam(StepRule):
     def in_round(
         self, stage: StageConfig, state: None, progress: Progress
     ) -> tuple[WorkerPlan, ...]:
-        steps = self._frozen_local_steps(stage_merges(stage, progress) - self.freeze_step)
+        steps = self._frozen_local_steps(progress.slowest - self.freeze_step)
         return with_local_steps(stage.plan.workers, repeat(steps))
 
     def _frozen_local_steps(self, merges: int) -> int:
@@ -103,11 +104,6 @@ class ZeroOneAdam(StepRule):
         (count, _, second), steps = state.moments, state.local_steps
         params = descend(stage, state.params, state.moments, update, lr, steps)
         return (count, update / steps, second), state.outer_state, params
-
-
-def stage_merges(stage: StageConfig, progress: Progress) -> int:
-    """Return the merges of this stage so far."""
-    return (progress.total_commits - progress.started.commits) // stage.num_workers
 
 
 async def compute_momenta(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:

@@ -120,14 +120,27 @@ def test_0_1_adam_by_hand():
     torch.testing.assert_close(ran.params, w, rtol=1e-3, atol=1e-5)
 
 
-def test_the_variance_is_learned_ever_less_often():
-    progress, stage = Progress(1), SimpleNamespace(num_workers=1)
-    rule = ZeroOneAdam(freeze_step=20, update_scaler=2, local_step_scaler=8, local_step_clipper=6)
+def whole_steps(rule: ZeroOneAdam, progress: Progress, rounds: list[list[int]]) -> list[int]:
+    """Return the merges with whole gradients; `rounds` has the steps of each worker by merge."""
     whole = []
-    for k in range(30):
-        progress.total_commits = k
-        whole += [k] if rule.sums_whole(stage, progress) else []
-    assert whole == [0, 1, 3, 5, 9, 13]
+    for k, steps in enumerate(rounds):
+        whole += [k] if rule.sums_whole(SimpleNamespace(), progress) else []
+        progress.commit_all(steps, samples=sum(steps))
+    return whole
+
+
+def test_a_failed_worker_does_not_delay_the_policy():
+    """The policy counts merges, and not the workers in them."""
+    rule = ZeroOneAdam(freeze_step=20, update_scaler=2, local_step_scaler=8, local_step_clipper=6)
+    progress = Progress(3)
+    assert whole_steps(rule, progress, [[1, 1, 1]] * 2) == [0, 1]
+    progress.remove_worker(2)
+    assert whole_steps(rule, progress, [[1, 1, 0]] * 28) == [1, 3, 7, 11]
+
+
+def test_the_variance_is_learned_ever_less_often():
+    rule = ZeroOneAdam(freeze_step=20, update_scaler=2, local_step_scaler=8, local_step_clipper=6)
+    assert whole_steps(rule, Progress(1), [[1]] * 30) == [0, 1, 3, 5, 9, 13]
     assert [rule._frozen_local_steps(k) for k in (-5, 0, 7, 8, 11, 12, 13, 14, 99)] == [
         1,
         1,
