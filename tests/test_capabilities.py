@@ -52,6 +52,8 @@ CASES = [
     ("merges_of_fragments", "sync=asp sync.local_steps=8 overlap=streaming"),
     ("merges_by_region", f"{REGIONS} sync=bsp"),
     ("merges_by_shard", f"sync=easgd {SHARDS}"),
+    ("common_drops", f"sync=ssp aggregate.max_staleness=2 {SHARDS}"),
+    ("common_drops", f"sync=dssp aggregate=uniform aggregate.max_staleness=2 {SHARDS}"),
     ("single_updates", f"sync=local_sgd topology=all_reduce planner=goodput {PLANNED}"),
     ("single_updates", f"sync=local_sgd overlap=streaming planner=goodput {PLANNED}"),
     ("server", f"{RING} overlap=tictac"),

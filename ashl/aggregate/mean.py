@@ -28,7 +28,7 @@ class Mean(Weighted):
         guards = ("staleness_discount", "clip_norm", "max_staleness")
         changed = [key for key in guards if getattr(self, key) is not None]
         changed += ["scale"] if self.scale != 1 else []
-        return {"weights": changed[0]} if changed else {}
+        return super().needs | {"weights": changed[0]} if changed else {}
 
     def weigh(self, workers: Sequence[WorkerPlan]) -> list[float]:
         if self.weights == "samples":

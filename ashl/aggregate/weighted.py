@@ -49,7 +49,8 @@ class Weighted(Contract, group="aggregate", strict=True):
 
     @property
     def needs(self) -> dict[str, str]:
-        return {"weights": ""}
+        drops = {} if self.max_staleness is None else {"common_drops": "max_staleness"}
+        return {"weights": ""} | drops
 
     def accepts(self, staleness: int) -> bool:
         return self.max_staleness is None or staleness < self.max_staleness

@@ -197,6 +197,18 @@ def merges_by_shard(choice: Any) -> bool:
     return own and plain
 
 
+def counts_shards_alike(choice: Any) -> bool:
+    """Return True if no worker waits for another one to make pushes that a server may drop.
+
+    Each server of a sharded model drops pushes by its own order of merges. With a bound on leads,
+    workers that one server counts as slow would then wait for workers that another one does.
+    """
+    sync = choice.sync
+    if choice.topology.servers == 1 or not isinstance(sync, ServerRule) or sync.in_rounds:
+        return True
+    return type(sync).may_proceed is ServerRule.may_proceed
+
+
 def shrinks_differences(codec: Codec, layout: Layout | None) -> bool:
     """Return True if repeated encoding of the remaining difference makes it tend to zero."""
     traits = codec.traits
@@ -311,6 +323,11 @@ CAPABILITIES: dict[str, Capability] = {
     ),
     "merges_by_shard": Capability(
         "a sync mode without a loop, messages or a step of its own", ("sync",), merges_by_shard
+    ),
+    "common_drops": Capability(
+        "a sync mode without a bound on leads, as each server drops stale pushes by itself",
+        EXCHANGE,
+        counts_shards_alike,
     ),
     "single_updates": Capability(
         "whole updates of single workers at one server",
