@@ -204,6 +204,7 @@ class Churn:
                 sim._mail[rank].put(message)
         for rank, failures in self.failures.items():
             sim.contexts[rank].incarnation = 0 if self.regroups else failures
+            sim.restarts[rank] = failures  # messages to an earlier incarnation may remain
         return self.epoch if self.regroups and self.epoch.number else None
 
     def begin_after(self, time_ns: int) -> None:

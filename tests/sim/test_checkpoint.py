@@ -157,16 +157,20 @@ def test_a_region_that_is_ready_to_pause_admits_nobody(worker: int, rejoin_s: fl
         f" {{time_s: {rejoin_s}, worker: {worker}, rejoin: true}}]"
     )
     plan = planned(*row("halos"), "cluster.latency_s=0.03", events)
-    stage, waiting = assemble_job(plan, HOST).stages[0], list[int]()
-    for one in run(Ran(plan)):
+    stage, waiting = assemble_job(plan, HOST).stages[0], list[Kept]()
+    kept = run(Ran(plan))
+    for one in kept:
         ranks, faults = decode(one.content, ("ashl",)), decode(one.faults, ("ashl",))
         server = ranks[stage.topology.server_of(stage, worker)].state
         if ranks[worker].stage == ABSENT:
-            waiting += [worker] * (worker not in faults.failed_ranks)
+            waiting += [one] * (worker not in faults.failed_ranks)
             assert worker in faults.failed_ranks or worker in server.progress.failed
         else:
             assert worker not in server.progress.failed
     assert waiting  # a join request arrived in a pause
+    for one in waiting:  # the answer to that request is not received after a resume, either
+        later = [found.content for found in kept if found.time_ns > one.time_ns]
+        assert [found.content for found in run(Ran(plan), one)] == later
 
 
 def test_the_command_resumes_a_run_whose_workers_fail(workplace: Path) -> None:
