@@ -373,11 +373,16 @@ class Trainer:
     @property
     def warmup_samples(self) -> int:
         """Samples after which the warm-up of the learning rate ends."""
-        return math.ceil(self.optimizer.warmup_epochs * self.epoch_samples)
+        return warmup_samples(self.optimizer, self.epoch_samples)
 
     def rate(self, samples: int) -> float:
         """Return the learning rate after `samples` applied samples."""
         return self.optimizer.rate(samples, self.epoch_samples)
+
+
+def warmup_samples(optimizer: Optimizer, epoch_samples: int) -> int:
+    """Return the samples after which the warm-up of the learning rate ends."""
+    return math.ceil(optimizer.warmup_epochs * epoch_samples)
 
 
 def join_moment(parts: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
@@ -401,14 +406,20 @@ class SizeOnlyTrainer:
     Its methods have the results of `Trainer`, and ignore the arguments that these do not need.
     """
 
-    warmup_samples = 0
     device = HOST
     weighs = False
 
     def __init__(
-        self, num_params: int, epoch_samples: int, num_workers: int = 1, statistics: int = 0
+        self,
+        num_params: int,
+        epoch_samples: int,
+        num_workers: int = 1,
+        statistics: int = 0,
+        optimizer: Optimizer | None = None,
     ) -> None:
+        """Args: optimizer, which has the learning rate that H may follow; None = a rate of 0."""
         self.statistics = statistics
+        self.optimizer = optimizer
         self.epoch_samples = epoch_samples
         self.num_workers = num_workers
         self.num_params = num_params
@@ -502,8 +513,12 @@ class SizeOnlyTrainer:
     def join_slices(self, *_: Any) -> tuple[Moments, SizeOnly]:
         return (), self._size_only
 
-    def rate(self, *_: Any) -> float:
-        return 0.0
+    @property
+    def warmup_samples(self) -> int:
+        return warmup_samples(self.optimizer, self.epoch_samples) if self.optimizer else 0
+
+    def rate(self, samples: int) -> float:
+        return self.optimizer.rate(samples, self.epoch_samples) if self.optimizer else 0.0
 
 
 AnyTrainer = Trainer | SizeOnlyTrainer

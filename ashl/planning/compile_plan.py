@@ -56,7 +56,7 @@ from ashl.planning.instantiate import (
     payload_of,
     pipelines_of,
     planner_for,
-    size_only_trainer,
+    size_only_trainers,
     with_shards,
 )
 from ashl.planning.overlap_plan import plan_overlap
@@ -345,8 +345,8 @@ def add_prediction(
     plan = replace(plan, notes=plan.notes + note_reduction_times(plan, parts, cluster))
     if not isinstance(cluster, Cluster) or cluster.missing_costs():
         return plan
-    size_only = size_only_trainer(plan, parts, epoch_samples)
-    stages = bind_stages(plan, parts, [size_only] * len(plan.stages), deal)
+    trainers = size_only_trainers(plan, parts, epoch_samples)
+    stages = bind_stages(plan, parts, trainers, deal)
     with report_own_faults(plan.allow_targets, AshlError):  # the run fails before it has begun
         plan = replace(plan, stages=tuple(predict_stage(stage, cluster, batch) for stage in stages))
     return replace(plan, predicted_s=predict_duration_s(plan, epoch_samples))

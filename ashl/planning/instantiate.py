@@ -403,10 +403,14 @@ def planner_for(overlap: Overlap, planner: Planner) -> Planner:
     return Hidden(planner, planner.replans) if isinstance(overlap, Delayed) else planner
 
 
-def size_only_trainer(plan: Plan, parts: Parts, epoch_samples: int) -> SizeOnlyTrainer:
-    """Return a trainer without values, for a plan that is only timed."""
+def size_only_trainers(plan: Plan, parts: Parts, epoch_samples: int) -> list[SizeOnlyTrainer]:
+    """Return the trainer of each stage without values, for a plan that is only timed."""
     statistics = parts.stages[0].optimizer.statistics(plan.layers)
-    return SizeOnlyTrainer(plan.num_params, epoch_samples, plan.num_workers, statistics)
+    sizes = plan.num_params, epoch_samples, plan.num_workers, statistics
+    return [
+        SizeOnlyTrainer(*sizes, with_horizon(own.optimizer, plan.limits.epochs))
+        for own in parts.stages
+    ]
 
 
 def check_writes(learner: Learner, sync: Rule) -> None:
@@ -445,10 +449,8 @@ def assemble_job(
         start=plan.start_from,
     )
     if not parts.runtime.gradients:
-        size_only = size_only_trainer(plan, parts, len(data.train))
-        return Job(
-            parts, data, learner, bind_stages(plan, parts, [size_only] * len(plan.stages), deal)
-        )
+        size_only = size_only_trainers(plan, parts, len(data.train))
+        return Job(parts, data, learner, bind_stages(plan, parts, size_only, deal))
     sizes = [worker.batch for worker in plan.stages[0].workers]
     shuffle = parts.dataset.partition != "interleaved"
 

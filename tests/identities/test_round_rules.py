@@ -59,6 +59,14 @@ def test_the_sum_of_step_times_costs_its_latency() -> None:
     assert balanced.time_ns - plain.time_ns == balanced.end["merges"] * 2 * 3 * 1_000_000
 
 
+@pytest.mark.parametrize("name", ["qsr", "qsr-planned", "cr_psgd", "lb_bsp"])
+def test_a_run_that_is_only_timed_has_the_same_rounds(name: str) -> None:
+    """H follows the learning rate, which a run without gradients has, too."""
+    ran, timed = (run(RULES[name], RING, f"runtime.gradients={on}") for on in ("true", "false"))
+    assert timed.time_ns == ran.time_ns
+    assert timed.end["steps_by"] == ran.end["steps_by"]
+
+
 @pytest.mark.parametrize("name", ["qsr", "cr_psgd", "lb_bsp", "adacomm"])
 def test_it_continues_without_a_worker_and_with_a_rejoining_one(name: str) -> None:
     fails = "cluster.events=[{time_s:0.5,worker:2,fail:true},{time_s:2,worker:2,rejoin:true}]"
