@@ -22,6 +22,14 @@ MODES = {
     "matchings": ("topology=gossip", "sync=matcha"),
     "pairs": ("topology=gossip", "sync=ad_psgd"),
     "groups": ("topology=partial_all_reduce", "sync=ripples_smart"),
+    # the last request for an evaluation arrives after the end
+    "slow links": (
+        "topology=gossip",
+        "sync=ad_psgd",
+        "cluster.exchange_s=null",
+        "cluster.bandwidth_mbit_s=20",
+        "cluster.latency_s=0.25",
+    ),
 }
 
 
