@@ -10,10 +10,10 @@ contains all of it.
 import csv
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from ashl.config.override import path_of
 from ashl.errors import UsageError
 
 FACTORS = {"compute": "compute", "step_s": "compute", "link": "link", "mbit_s": "link"}
@@ -31,7 +31,7 @@ def with_trace_events(spec: Mapping[str, Any]) -> dict[str, Any]:
         return cluster
     name = f"cluster.trace={path}"
     try:
-        with open(Path(str(path)).expanduser(), encoding="utf-8-sig", newline="") as file:
+        with open(path_of(str(path)), encoding="utf-8-sig", newline="") as file:
             events = list(read_events(csv.DictReader(file, strict=True), cluster, name))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is no CSV text ({error})"

@@ -1,9 +1,11 @@
 """Settings (KEY=VALUE) and whole commands, as a user types them."""
 
+import os
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
+from pathlib import Path
 
 
 def key_of(override: str) -> str:
@@ -14,6 +16,14 @@ def key_of(override: str) -> str:
 def group_of(override: str) -> str:
     """Return the group of a setting: its key up to the first dot."""
     return key_of(override).partition(".")[0]
+
+
+def path_of(text: str) -> Path:
+    """Return a path as a user types it: `~` and `~USER` are their home folders, if there are
+    any.
+    """
+    # not Path.expanduser, which raises RuntimeError if there is no such user
+    return Path(os.path.expanduser(text))
 
 
 def index_by_key(overrides: Iterable[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ashl.config.override import path_of
 from ashl.errors import DataMissingError, NoEffectError, UsageError
 from ashl.option import Count, Positive, option
 
@@ -137,7 +139,7 @@ class Dataset:
 
 def resolve_root(root: str) -> Path:
     """Return the absolute path of a data root as a user writes it."""
-    return Path(root).expanduser().resolve()
+    return Path(os.path.realpath(path_of(root)))
 
 
 def missing_data_error(

@@ -1,12 +1,15 @@
 """Load weights as plain tensors, by the model's names, without unpickling."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from ashl.config.override import path_of
 from ashl.errors import UsageError
 
 FINAL, BEST = "final.pt", "best.pt"
@@ -18,22 +21,35 @@ def load_file(module: nn.Module, file: Path) -> nn.Module:
 
     Raises: UsageError if the file cannot be read or does not fit.
     """
+    weights = read_weights(file)
     try:
-        with warnings.catch_warnings(action="ignore"):  # about an older format
-            weights = torch.load(file, map_location="cpu", weights_only=True)
         for name, tensor in weights.items() if isinstance(weights, dict) else ():
             if isinstance(tensor, torch.Tensor) and tensor.is_complex():
                 raise ValueError(f"{name} has complex numbers")
         load(module, weights)
+    except Exception as error:  # its class depends on what does not fit
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{file} does not fit the model: {reason}") from error
+    return module
+
+
+def read_weights(file: Path) -> Any:
+    """Return what a file of torch contains, without running code that it may name.
+
+    Raises: UsageError if it cannot be read, or if torch did not write it.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about an older format
+            return torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(
             f"{file} cannot be read on this machine ({error.strerror or error})"
         ) from error
-    except Exception as error:  # its class depends on the damage
+    except Exception as error:  # its class depends on the damage; the text may advise to trust it
         raise UsageError(
-            f"{file} does not fit the model: {' '.join(str(error).split()) or 'it is empty'}"
+            f"{file} is damaged or no state dict of torch; name a file that"
+            " torch.save(model.state_dict(), FILE) has written, or a run folder"
         ) from error
-    return module
 
 
 def load(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
@@ -53,7 +69,8 @@ def start_of(start: str | None) -> str | None:
     """
     if start is None:
         return None
-    path = Path(start).expanduser().resolve()
+    # not Path.resolve, which raises RuntimeError for a link to itself
+    path = Path(os.path.realpath(path_of(start)))
     found = [file for file in (path, path / FINAL, path / BEST) if file.is_file()]
     if not found:
         raise UsageError(

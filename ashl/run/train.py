@@ -24,6 +24,7 @@ from rich.console import Console
 
 from ashl.config.construct import construct, report_own_faults
 from ashl.config.identity import config_hash
+from ashl.config.override import path_of
 from ashl.config.recorded import COMMAND, config_of
 from ashl.config.signals import handle_signals
 from ashl.errors import AshlError, UsageError, unwritable_path_error
@@ -401,7 +402,7 @@ def find_restarted_run(config: Mapping[str, Any], membership: JobMembership | No
     """
     if membership is None or membership.attempt == "0" or not config["run"]["dir"]:
         return None
-    run_dir = Path(config["run"]["dir"]).expanduser()
+    run_dir = path_of(config["run"]["dir"])
     status = (jsonl.read_json(run_dir / SUMMARY) or {}).get("status")
     if status == "diverged":
         raise AshlError(f"the run in {run_dir} has diverged, and would again; it is not restarted")
@@ -489,7 +490,7 @@ def make_run_folder(config: Mapping[str, Any], plan: Plan) -> Path:
     Raises: UsageError for a place that cannot be written, AshlError for a full disk.
     """
     if config["run"]["dir"]:
-        return Path(config["run"]["dir"]).expanduser()
+        return path_of(config["run"]["dir"])
     day = time.strftime("%Y-%m-%d")
     moment = time.strftime("%H-%M-%S")
     base = RUNS / day / f"{moment}-{plan.name}-{config_hash(config)}"

@@ -24,7 +24,7 @@ from scipy import stats
 from ashl.config.compose import compose, specs_of
 from ashl.config.cores import usable_cores
 from ashl.config.identity import config_hash
-from ashl.config.override import group_of, index_by_key, key_of
+from ashl.config.override import group_of, index_by_key, key_of, path_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.files import read_profile
 from ashl.planning.instantiate import OptionFactory
@@ -125,7 +125,7 @@ def calibrate(
     finished.
     """
     typed, base = complete_overrides(overrides, config_dir)
-    folder = Path(base["run"]["dir"] or CALIBRATIONS / config_hash(base)).expanduser()
+    folder = path_of(str(base["run"]["dir"] or CALIBRATIONS / config_hash(base)))
     if base["profile"]:
         read_profile(base["profile"])
     lines = lines_of(typed)

@@ -17,7 +17,7 @@ from ashl.config.construct import construct
 from ashl.config.cores import usable_cores
 from ashl.config.flat import flat_config
 from ashl.config.identity import config_hash
-from ashl.config.override import CommandLine, key_of
+from ashl.config.override import CommandLine, key_of, path_of
 from ashl.errors import AshlError, UsageError, unwritable_path_error
 from ashl.planning import uncontended_link_note
 from ashl.planning.compile_plan import prepare_plan
@@ -65,7 +65,7 @@ def folder_of(
     their order; it begins with the study's own name, or its kind.
     """
     if config["run"]["dir"]:
-        return Path(config["run"]["dir"]).expanduser()
+        return path_of(config["run"]["dir"])
     digest = hashlib.sha256("".join(sorted(texts)).encode()).hexdigest()[:8]
     return parent / f"{config['name'] or kind}-{digest}"
 
