@@ -35,6 +35,10 @@ def read_settings(file: Path) -> list[str]:
         # command line.
         found = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)
         check_keys(file)
+    except RecursionError as error:
+        raise UsageError(
+            f"--config {file}: it nests its values too deep; write them flatter"
+        ) from error
     except yaml.YAMLError as error:
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise UsageError(
@@ -52,6 +56,7 @@ def read_settings(file: Path) -> list[str]:
     ):
         texts = [str(text) for text in found]
     elif found and isinstance(found, dict):
+        check_is_no_record(file, found)
         texts = [f"{key}={value}" for key, value in flatten_settings(found)]
     else:
         raise UsageError(
@@ -63,6 +68,22 @@ def read_settings(file: Path) -> list[str]:
             " instead"
         )
     return texts
+
+
+def check_is_no_record(file: Path, found: Mapping[str, Any]) -> None:
+    """Refuse a record of ashl, which has more than settings. Raises: UsageError, naming the file
+    to take.
+    """
+    if "choices" in found:  # the config.yaml of a run
+        raise UsageError(
+            f"--config {file}: it is the resolved configuration of a run; name the overrides.yaml"
+            " beside it"
+        )
+    if "schema" in found:  # plan.json, profile.json, summary.json, sweep.json
+        raise UsageError(
+            f"--config {file}: it is a record of ashl; give a plan as plan=FILE, a profile as"
+            " profile=FILE, or name a YAML file of KEY: VALUE"
+        )
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
