@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from ashl import __version__
 from ashl.config.catalog import CONF, defaults, nearest_name, parameters, suggestion_text
 from ashl.config.override import command_text
-from ashl.errors import AshlError, InterruptError, UsageError, to_one_line
+from ashl.errors import NO_PLACE, AshlError, InterruptError, UsageError, to_one_line
 from ashl.run.process_setup import standard_streams
 
 from .advise import advise
@@ -165,7 +165,7 @@ def _report_errors(args: list[str]) -> int:
     except Exception as error:
         if "--debug" in args:
             traceback.print_exc()
-        sentence, code = to_one_line(_error_sentence(error)), getattr(error, "exit_code", 1)
+        sentence, code = to_one_line(_error_sentence(error)), _exit_code(error)
         print(f"ashl: {sentence}", file=sys.stderr)
         print_error(args, sentence, code)
         return code
@@ -223,6 +223,13 @@ def _as_setting(option: str, key: str, args: Sequence[str]) -> str:
     return shlex.quote(f"{key}={value or defaults().get(key, 1)}")
 
 
+def _exit_code(error: Exception) -> int:
+    """Return the exit code of an error: 2 for a path that cannot be one, as for other usage."""
+    if isinstance(error, OSError) and error.filename and error.errno in NO_PLACE:
+        return UsageError.exit_code
+    return getattr(error, "exit_code", AshlError.exit_code)
+
+
 def _error_sentence(error: Exception) -> str:
     if isinstance(error, AshlError):
         return str(error)
@@ -230,6 +237,8 @@ def _error_sentence(error: Exception) -> str:
         if error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason = error.strerror.lower()
             return f"{error.filename} cannot be written ({reason}); free some space."
+        if error.filename and error.errno in NO_PLACE:
+            return f"{error.filename} cannot be used ({error.strerror.lower()}); name another path."
         return error.strerror + (f": {error.filename}." if error.filename else ".")
     return (
         f"{type(error).__name__}: {' '.join(str(error).split())}; this is a bug in ashl, --debug"

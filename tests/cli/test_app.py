@@ -154,7 +154,12 @@ def test_cfg_prints_what_can_be_read_back(run, capsys) -> None:
         (DataMissingError("Not there."), 3, "ashl: Not there."),
         (KeyboardInterrupt(), 130, "ashl: interrupted"),
         (KeyboardInterrupt("it is kept"), 130, "ashl: interrupted; it is kept"),
-        (PermissionError(13, "Permission denied", "/x"), 1, "ashl: Permission denied: /x."),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            2,
+            "ashl: /x cannot be used (permission denied); name another path.",
+        ),
+        (TimeoutError(110, "Connection timed out"), 1, "ashl: Connection timed out."),
         (
             ZeroDivisionError("by zero"),
             1,
