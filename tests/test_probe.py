@@ -18,6 +18,14 @@ CLUSTER = (
 )
 
 
+@pytest.fixture(autouse=True)
+def hosts(workplace: Path) -> Path:
+    """A hosts file; the jobs here are stand-ins."""
+    file = workplace / "hosts"
+    file.write_text("node1 slots=3")
+    return file
+
+
 def job(code: int, *cluster: str) -> Any:
     """Stand in for the job on the hosts: profile a declared cluster, in virtual time."""
 
@@ -73,3 +81,16 @@ def test_a_job_without_a_profile_is_one_sentence(
     monkeypatch.setattr(subprocess, "run", job(code))
     assert main(["advise", "--probe", "hosts"]) == exit_code
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [None, "", "sync: bsp"])
+def test_a_wrong_hosts_file_is_one_sentence_before_any_job(
+    text: str | None, hosts: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    hosts.unlink() if text is None else hosts.write_text(text)
+    assert main(["advise", "--probe", "hosts"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ashl: ")
+    assert err.count("\n") == 1
+    assert "hosts" in err

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from ashl.config.compose import compose
 from ashl.errors import AshlError, DataMissingError
+from ashl.launch.job import read_machines
 from ashl.plan.files import read_profile
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
@@ -118,8 +119,10 @@ def probe(hosts: Path, overrides: Sequence[str]) -> Probed:
 
     Args: hosts, a hosts file with one slot for each worker and one for a server; the first host is
     this machine, which receives the profile.
-    Raises: AshlError if the job failed; DataMissingError if the profile is on another machine.
+    Raises: UsageError if the hosts file cannot be read or is wrong; AshlError if the job failed;
+    DataMissingError if the profile is on another machine.
     """
+    read_machines(hosts)  # an error here is one sentence, and that of the job is two
     folder = (ADVICE / f"probe-{uuid4().hex[:8]}").resolve()
     job = [sys.executable, "-P", "-m", "ashl.cli", "launch", "--hosts", str(hosts), "--", "profile"]
     ran = subprocess.run([*job, *overrides, f"run.dir={folder}"], stdout=sys.stderr, check=False)

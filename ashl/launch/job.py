@@ -161,7 +161,7 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
     except (OSError, UnicodeDecodeError) as error:
         why = str(error.strerror).lower() if isinstance(error, OSError) else "it is no text"
         raise UsageError(
-            f"--hosts {path}: it cannot be read ({why}); name a file with one host per line"
+            f"the hosts file {path} cannot be read ({why}); name a file with one host per line"
         ) from error
     found: dict[str, tuple[int, Machine]] = {}
     for number, line in enumerate(lines, 1):
