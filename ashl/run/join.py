@@ -112,13 +112,13 @@ def read_join_endpoint(run_dir: Path) -> StoreAddress:
             tuple[str, int, str], load_json(path.read_text(encoding="utf-8")), "the file"
         )
         return StoreAddress(fields[0], fields[1], Secret(bytes.fromhex(fields[2])))
-    except FileNotFoundError:
-        raise UsageError(f"{run_dir}: {explain_refusal(run_dir)}") from None
     except PermissionError:
         raise UsageError(
             f"{run_dir}: the run belongs to another user; only that user can join it"
         ) from None
-    except (OSError, ValueError, AshlError) as error:
+    except OSError:
+        raise UsageError(f"{run_dir}: {explain_refusal(run_dir)}") from None
+    except (ValueError, AshlError) as error:
         raise UsageError(
             f"{path}: not a valid join endpoint ({error}); join another run"
         ) from error

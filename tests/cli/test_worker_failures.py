@@ -365,6 +365,14 @@ def test_a_folder_that_nobody_can_join(files: dict[str, str], why: str, workplac
     assert why in capsys.readouterr().err
 
 
+def test_a_file_is_no_run_that_can_be_joined(workplace, capsys) -> None:
+    Path("plan.json").write_text("{}")
+    assert main(["join", "plan.json"]) == 2
+    assert capsys.readouterr().err == (
+        "ashl: plan.json: there is no run; name the folder of one that is running\n"
+    )
+
+
 @pytest.mark.slow
 def test_a_stopped_server_ends_the_run(train, workplace) -> None:
     code, err = train(
