@@ -323,7 +323,8 @@ def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
     raise UsageError(
         f"runtime=torchrun: the job has {pluralize(world_size, 'process', 'processes')}, and"
         f" {pluralize(asked, 'worker', 'workers')}{beside} need {asked + extra}; change"
-        " --nproc-per-node, or set cluster.num_workers"
+        " the number of processes (--nproc-per-node of torchrun, or `slots=` in the hosts file), or"
+        " set cluster.num_workers"
     )
 
 
