@@ -18,23 +18,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ashl.advice.candidates import Candidate
-from ashl.config.workers import LISTS
 from ashl.errors import AshlError
 from ashl.planning.compile_plan import compile_plan
 from ashl.tracking.console import seconds
 
-# Lists of a measured cluster with one entry per worker; the last three are written by
-# `ashl profile`.
-MEASURED = (
-    "jitters",
-    "encode_s",
-    "latencies",
-    "up_bytes_s",
-    "down_bytes_s",
-    "steps",
-    "pull_latencies",
-    "empty_s",
-)
 # The break-even speed is searched from the median's speed down to this share of it.
 SLOWEST = 1 / 64
 HALVINGS = 7  # halvings of the logarithmic interval; they leave 3 % of the break-even speed
@@ -168,14 +155,14 @@ def workers_to_consider(spec: Mapping[str, Any]) -> list[int]:
 
 
 def without_worker(spec: Spec, worker: int) -> Spec:
-    """Return the cluster without a worker.
+    """Return the cluster without a worker, whose entry each list by worker loses.
 
     The measured cost of an all-reduce is removed, because it holds for its number of workers only.
     """
     found: Spec = {
         key: [*own[:worker], *own[worker + 1 :]]
-        for key in (*LISTS, *MEASURED)
-        if isinstance(own := spec.get(key), list) and own
+        for key, own in spec.items()
+        if isinstance(own, list) and len(own) == spec["num_workers"]
     }
     found |= {"all_reduce": None} if "all_reduce" in spec else {}
     return {**spec, **found, "num_workers": spec["num_workers"] - 1}
