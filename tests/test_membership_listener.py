@@ -146,7 +146,7 @@ def test_a_rendezvous_that_fails_waits_for_the_next_epoch(
 
 
 def test_a_rank_that_has_ended_waits_for_the_others_until_all_have() -> None:
-    """The controller would not notice that another rank waits in vain."""
+    """Else the controller would not notice that another rank waits without result."""
     kernel = kernel_of(Quiet())
     kernel.join_running({}, time.monotonic_ns())
 

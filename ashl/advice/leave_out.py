@@ -155,7 +155,7 @@ def workers_to_consider(spec: Mapping[str, Any]) -> list[int]:
 
 
 def without_worker(spec: Spec, worker: int) -> Spec:
-    """Return the cluster without a worker, whose entry each list by worker loses.
+    """Return the cluster without a worker; each list by worker is shorter by its entry.
 
     The measured cost of an all-reduce is removed, because it holds for its number of workers only.
     """

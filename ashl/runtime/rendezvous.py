@@ -152,12 +152,12 @@ def make_group(
     """
     own = RendezvousStore(store)
 
-    def meet() -> dist.ProcessGroup:
+    def connect() -> dist.ProcessGroup:
         # `own` has to live until the group is made: gloo refers to its part in C++ only
         gloo = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", own), place, size, NO_TIMEOUT)
         return cast("dist.ProcessGroup", gloo)
 
-    group = call_unless_over(meet, is_over)
+    group = call_unless_over(connect, is_over)
     if group is None:
         own.over.set()
     return group

@@ -138,7 +138,9 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
     def make(members: tuple[int, ...]) -> dist.ProcessGroup:
         groups.append(members)
         name = f"{len(rounds)}/{members}"
-        return make_group(name, store, members.index(rank), len(members))
+        group = make_group(name, store, members.index(rank), len(members), lambda: False)
+        assert group is not None
+        return group
 
     def played(number: int, job: Job) -> Carried:
         before, seen = dict(carrier.begun), Seen()
