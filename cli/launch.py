@@ -95,7 +95,8 @@ def launch(
         hint = "; write `-- train`, `-- profile` or `-- sweep` behind its options."
         raise UsageError(f"`ashl launch` cannot run {name}{suggestion_text(name, LAUNCHED, hint)}")
     with show_starting(quiet="-q" in args or "--quiet" in args):
-        from ashl.launch.job import SECRET, Launch, copied_environment, read_machines
+        from ashl.launch.environment import SECRET
+        from ashl.launch.job import Launch, copied_environment, read_machines
         from ashl.launch.start import ENGINES
 
     if on not in ENGINES:

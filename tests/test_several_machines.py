@@ -16,8 +16,7 @@ import pytest
 from ashl.cluster.spec import RealCluster
 from ashl.config.compose import compose
 from ashl.errors import AshlError, DataMissingError, UsageError
-from ashl.launch.environment import JobMembership, first_host, read_membership
-from ashl.launch.job import PORTS
+from ashl.launch.environment import PORTS, JobMembership, first_host, read_membership
 from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan

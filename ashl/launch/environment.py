@@ -10,11 +10,14 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import NamedTuple
 
 from ashl.errors import UsageError
-from ashl.launch.job import PORTS
 
+SECRET = "ASHL_JOB_SECRET"  # environment variable with the secret of a job
+LOCAL = "localhost"
+PORTS = range(12000, 32000)  # below the ports that Linux assigns itself
 PORT = 29500  # torch's default, if the engine sets no port
 RANK_OFFSET = "ASHL_RANK_OFFSET"  # the first rank of a ReplicatedJob of Kubernetes
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -209,3 +212,11 @@ def node_address(name: str) -> str | None:
         return None
     found = re.search(r"\bNodeAddr=(\S+)", answer)
     return found[1] if found else None
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a loopback address and for the name `localhost`."""
+    try:
+        return ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == LOCAL

@@ -7,12 +7,12 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ashl.cluster.spec import ProfileCluster
 from ashl.errors import UsageError
+from ashl.launch.environment import PORTS
 from ashl.plan.files import read_plan
 from ashl.planning.compile_plan import draw_compute_factors
 from ashl.planning.instantiate import OptionFactory
@@ -23,9 +23,6 @@ KIND = r"[\w.][\w./-]*=[\w./:&|!,*()-]+"
 LINE = re.compile(rf"(?P<name>(?!slots=)(?:{KIND}|{HOST}))(?:\s+slots=(?P<slots>\d{{1,4}}))?")
 # Prefixes of the variables of this process that every rank gets.
 COPIED = ("ASHL_", "NCCL_", "GLOO_", "OMP_")
-LOCAL = "localhost"
-SECRET = "ASHL_JOB_SECRET"  # environment variable with the secret of a job
-PORTS = range(12000, 32000)  # below the ports that Linux assigns itself
 RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
 GUARD_GRACE_S = 14  # seconds between SIGTERM and SIGKILL to a guarded rank; ssh kills after 15
 # A shell around a rank. It passes a signal on, also one that arrives before the rank's number is
@@ -134,14 +131,6 @@ class Launch:
                     " names of hosts; name hosts, or take --on slurm or --on kubernetes"
                 )
         return self.shares
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for a loopback address and for the name `localhost`."""
-    try:
-        return ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == LOCAL
 
 
 def random_port() -> int:

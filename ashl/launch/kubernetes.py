@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from ashl.launch.environment import PORT, RANK_OFFSET
-from ashl.launch.job import SECRET, HostRanks, Launch, Machine
+from ashl.launch.environment import PORT, RANK_OFFSET, SECRET
+from ashl.launch.job import HostRanks, Launch, Machine
 
 NAME = "ashl"
 IMAGE = "ashl"  # without `--option image=…`

@@ -20,7 +20,8 @@ from typing import Any
 
 from ashl.config.signals import describe_exit, handle_signals
 from ashl.errors import AshlError, UsageError
-from ashl.launch.job import LOCAL, Launch, Machine, Task, is_loopback, random_port
+from ashl.launch.environment import LOCAL, is_loopback
+from ashl.launch.job import Launch, Machine, Task, random_port
 
 SCRIPT = (
     'exec 3<&0; {python} -P -c "import ashl" || exit; echo "ashl is there $SSH_CONNECTION"; '

@@ -1,6 +1,7 @@
 """Start by torchrun: an agent per host starts its ranks, and restarts all at a failure."""
 
-from ashl.launch.job import LOCAL, RANK, HostRanks, Launch, Machine, Task
+from ashl.launch.environment import LOCAL
+from ashl.launch.job import RANK, HostRanks, Launch, Machine, Task
 
 
 def tasks(launch: Launch) -> list[Task]:

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ashl.errors import UsageError
-from ashl.launch.job import PORTS, SECRET
+from ashl.launch.environment import PORTS, SECRET
 
 logger = logging.getLogger(__name__)
 

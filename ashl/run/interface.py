@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 
 from ashl.errors import UsageError
-from ashl.launch.job import LOCAL, is_loopback
+from ashl.launch.environment import LOCAL, is_loopback
 
 KEY = "runtime.interface"
 GLOO = "GLOO_SOCKET_IFNAME"

@@ -23,8 +23,7 @@ from typing import Any
 from ashl.config.signals import end_with_parent
 from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, to_one_line
-from ashl.launch.environment import JobMembership, resolve
-from ashl.launch.job import SECRET
+from ashl.launch.environment import SECRET, JobMembership, resolve
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
