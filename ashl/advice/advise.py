@@ -9,7 +9,6 @@ The steps of the command, each in the module of that name:
 - `answer`: print and save the answer.
 """
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.compare import write_report
 from ashl.report.records import REPORT
-from ashl.run.profile import profile as measure
+from ashl.run.profile import profile_once
 from ashl.run.train import TRACKING_S, is_virtual
 from ashl.study.sweep import copy_to_tracker, folder_of, lock_folder
 from ashl.tracking import jsonl
@@ -191,13 +190,7 @@ def overrides_for_virtual_time(
                 print_unwrapped(
                     console, f"measuring what steps and exchanges cost here, into {folder}"
                 )
-                shutil.rmtree(folder, ignore_errors=True)
-                measure(
-                    {**config, "run": {**config["run"], "dir": str(folder)}},
-                    list(typed),
-                    quiet=True,
-                )
-            typed = (*typed, f"profile={folder / 'profile.json'}")
+            typed = (*typed, f"profile={profile_once(config, list(typed), folder)}")
         fixed = [text for text in fixed if key_of(text) not in ("cluster", "profile")]
         fixed += ["cluster=profile", *(text for text in typed if key_of(text) == "profile")]
     return (*fixed, "runtime=sim"), typed

@@ -1,6 +1,7 @@
 """`ashl profile`: measure a cluster, or take what it declares, and plan from it."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from ashl.planning.instantiate import declared_profile
 from ashl.planning.layer_group_costs import with_layer_group_costs
 from ashl.run.rank import step_here_s
 from ashl.run.train import detect_job, is_virtual, make_run_folder, run
+from ashl.tracking import jsonl
 from ashl.tracking.console import print_unwrapped
 from ashl.tracking.forecast import print_forecast, print_profile
-from ashl.tracking.recorder import Recorder
+from ashl.tracking.recorder import METRICS, Recorder, writing
 
 
 class Measured(NamedTuple):
@@ -99,6 +101,23 @@ def profile(
         from_plan = command_with(command, overrides, "plan", run_dir)
         print_unwrapped(console, f"run folder  {run_dir}", f"the plan    {from_plan}")
     return Measured(run_dir, found, plan, command_with(command, overrides, "profile", run_dir))
+
+
+def profile_once(
+    config: dict[str, Any], overrides: list[str], folder: Path, codecs: Sequence[Spec] = ()
+) -> Path:
+    """Return the profile in this folder, which is measured unless an earlier call has done so.
+
+    Args: overrides and codecs, as in `profile`.
+    Raises: as `profile`; AshlError while another process measures into this folder.
+    """
+    path = folder / "profile.json"
+    if not path.exists():
+        with writing(folder), jsonl.hold_lock(folder / METRICS):
+            shutil.rmtree(folder, ignore_errors=True)  # what an interrupted call has left there
+        own = {**config, "run": {**config["run"], "dir": str(folder)}}
+        profile(own, overrides, quiet=True, codecs=codecs)
+    return path
 
 
 def command_with(

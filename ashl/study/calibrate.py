@@ -28,7 +28,7 @@ from ashl.config.override import group_of, index_by_key, key_of, path_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.files import read_profile
 from ashl.planning.instantiate import OptionFactory
-from ashl.run.profile import profile as measure
+from ashl.run.profile import profile_once
 from ashl.run.train import is_virtual
 from ashl.study.grid import Grid, Line, Setting, make_grid
 from ashl.study.jobs import has_ended, local_pool, read_summary
@@ -224,17 +224,14 @@ def profile_for(
     are declared.
     """
     first, *_ = lines.values()
-    base, path = compose(first, config_dir), folder / "profile" / "profile.json"
+    base = compose(first, config_dir)
     if base["profile"]:
         return Path(base["profile"])
     if is_paced(base):
         return None
-    if not path.exists():
-        names = dict.fromkeys(line[-1].removeprefix("compression=") for line in lines.values())
-        codecs = specs_of("compression", [*names], first, config_dir)
-        run = {**base["run"], "dir": str(path.parent)}
-        measure({**base, "run": run}, [], quiet=True, codecs=codecs)
-    return path
+    names = dict.fromkeys(line[-1].removeprefix("compression=") for line in lines.values())
+    codecs = specs_of("compression", [*names], first, config_dir)
+    return profile_once(base, [], folder / "profile", codecs)
 
 
 def pairs_of(

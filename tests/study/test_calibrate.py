@@ -9,9 +9,13 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.config.compose import compose
+from ashl.errors import AshlError
+from ashl.plan.files import read_profile
+from ashl.run.profile import profile_once
 from ashl.run.train import run
 from ashl.study.calibrate import bootstrap_interval
 from ashl.study.jobs import Job, Pool
+from ashl.tracking import jsonl
 from tests.test_profile import profile
 
 PACED = [
@@ -108,3 +112,16 @@ def test_paced_processes_take_what_was_predicted(workplace, capsys) -> None:
     slow = ["cluster.step_s=0.05", "cluster.exchange_s=0.04"]
     assert main(["calibrate", *PACED, *slow, "--seconds", "2", "run.dir=here"]) == 0
     assert json.loads(Path("here/calibration.json").read_text())["median_error"] < 0.15
+
+
+def test_an_interrupted_measurement_of_the_profile_is_repeated(tmp_path) -> None:
+    config = compose([*PACED, "runtime=sim"], None)
+    records = tmp_path / "profile" / "metrics.jsonl"
+    records.parent.mkdir()
+    records.touch()
+    with jsonl.hold_lock(records), pytest.raises(AshlError, match="another process is writing"):
+        profile_once(config, [], records.parent)
+    path = profile_once(config, [], records.parent)
+    assert read_profile(str(path)).num_workers == 2
+    path.write_text("kept")
+    assert profile_once(config, [], records.parent).read_text() == "kept"
