@@ -196,3 +196,8 @@ def test_a_notebook_shows_a_table(workplace: Path) -> None:
     shown = ashl.load("runs")._repr_html_()
     assert shown.count("<tr") == 2
     assert "<td>a&lt;b</td>" in shown
+    died = {"schema": 1, "status": "failed", "exit_reason": "was killed by SIGKILL", "seed": 0}
+    (run.folder / "summary.json").write_text(json.dumps(died))
+    found = ashl.load(run.folder)
+    assert repr(found).startswith(f"<Run {run.folder.name}, failed after 0 s: ")
+    assert f"<th>{run.folder.name}: " in found._repr_html_()

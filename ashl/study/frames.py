@@ -77,6 +77,11 @@ class Run(Mapping[str, Any]):
             kept = "; tracking.events=all keeps it" if name == "events.jsonl" else ""
             raise UsageError(f"{self.folder / name} is missing or broken{kept}.") from error
 
+    @property
+    def _name(self) -> str:
+        """The name of the run; that of its folder if its process died before its end."""
+        return self.summary.get("name", self.folder.name)
+
     @cached_property
     def _items(self) -> dict[str, Any]:
         return {**self.summary, "run_dir": str(self.folder)} if self.summary else {}
@@ -93,8 +98,8 @@ class Run(Mapping[str, Any]):
     def __repr__(self) -> str:
         if not self.summary:
             return "<Run that another process records>"
-        name, status, time_s = (self.summary[key] for key in ("name", "status", "time_s"))
-        return f"<Run {name}, {status} after {time_s:.4g} s: {self.folder}>"
+        status, time_s = self.summary["status"], self.summary.get("time_s", 0.0)
+        return f"<Run {self._name}, {status} after {time_s:.4g} s: {self.folder}>"
 
     def _repr_html_(self) -> str:
         from pandas import Series
@@ -104,7 +109,7 @@ class Run(Mapping[str, Any]):
         final = {f"final {key}": value for key, value in (self.get("final") or {}).items()}
         shown = ("status", "time_s", "steps", "wait_share", "bytes_up", "time_to_target_s")
         values = Series({key: self.summary.get(key) for key in shown} | final, dtype=object)
-        table = values.dropna().to_frame(f"{self.summary['name']}: {self.folder}")
+        table = values.dropna().to_frame(f"{self._name}: {self.folder}")
         return table.to_html(border=0, float_format="{:.4g}".format)
 
 
