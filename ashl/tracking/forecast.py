@@ -47,7 +47,7 @@ def print_profile(console: Console, profile: Profile) -> None:
         ]
         rows.append((str(rank), *costs, *rates, milliseconds(worker.compress_s)))
     console.print(plain_table(titles, rows, left=(), gap=1))
-    print_rest(console, profile.num_workers, "workers")
+    print_rest(console, profile.num_workers)
     hosts = [worker.host for worker in profile.workers]
     if len({*hosts, profile.server_host} - {None}) > 1:
         workers = join_items(f"worker {rank} on {host}" for rank, host in enumerate(hosts))
@@ -63,10 +63,10 @@ def print_profile(console: Console, profile: Profile) -> None:
         console.print(f"{name} encodes the model in {encode} ms and decodes it in {decode} ms")
 
 
-def print_rest(console: Console, count: int, what: str) -> None:
-    """Print how many rows a table has left out."""
+def print_rest(console: Console, count: int) -> None:
+    """Print how many workers a table has left out."""
     if count > MAX_ROWS:
-        console.print(f"and {count - MAX_ROWS:,} more {what}")
+        console.print(f"and {count - MAX_ROWS:,} more workers")
 
 
 def join_items(items: Iterable[str]) -> str:
@@ -95,7 +95,7 @@ def print_forecast(
             console.print(f"stage {stage.name}: measures steps and exchanges, without training")
             continue
         console.print(stage_table(stage, profile))
-        print_rest(console, len(stage.workers), "workers")
+        print_rest(console, len(stage.workers))
         if stage.predicted_steps_per_s is None:
             console.print("steps/s and waiting are not predicted: the cluster declares no costs")
             continue

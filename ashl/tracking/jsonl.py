@@ -137,12 +137,7 @@ def read_json(path: Path) -> dict | None:
 
 def write_json(path: Path, value: dict) -> None:
     """Write `value` as JSON, as a whole or not at all. Raises OSError."""
-    write_text(path, dumps(value, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it holds either its old or the whole new content. Raises OSError."""
-    write_bytes(path, text.encode())
+    write_bytes(path, f"{dumps(value, indent=2)}\n".encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -70,7 +70,7 @@ class Recorder:
     def document(self, name: str, text: str) -> None:
         """Write a further file of the run folder, as a whole or not at all."""
         with writing(self.run_dir):
-            jsonl.write_text(self.run_dir / name, text)
+            jsonl.write_bytes(self.run_dir / name, text.encode())
 
     def leave(self) -> None:
         """Close the files if nothing was run."""
