@@ -3,7 +3,6 @@
 The same grid finds the same folder again and runs only what is missing there.
 """
 
-import fcntl
 import hashlib
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -373,7 +372,7 @@ def lock_folder(folder: Path) -> Generator[None]:
         ) from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            jsonl.lock(lock)
         except BlockingIOError as error:
             raise AshlError(
                 f"another sweep is running in {folder}; wait for it, or choose another run.dir"
