@@ -102,7 +102,7 @@ def setting_of(
         limits["target_accuracy"] = scale.target
     changed = {key: value for key, value in limits.items() if value != config["stop"][key]}
     texts |= {
-        f"stop.{key}": "null" if value is None else f"{value:g}" for key, value in changed.items()
+        f"stop.{key}": "null" if value is None else str(value) for key, value in changed.items()
     }
     kept = (*(text for text in context.fixed if text not in own.dropped), *own.overrides)
     typed = [text for text in kept if key_of(text) not in texts]
