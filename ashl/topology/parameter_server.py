@@ -586,7 +586,7 @@ async def pause_if_all_wait(ctx: RankContext, stage: StageConfig, state: ServerS
     await admit_newcomers(ctx, stage, state)
     if len(progress.waiting) < progress.num_present:
         return False
-    if is_truncated(rounds_ahead(stage, state)):  # a stop limit truncates the next round
+    if is_next_round_truncated(stage, state):
         state.signal, state.reason = GO, None
         return False
     await tell_servers(ctx, stage, progress.version, PAUSE, end_time_ns(stage, ctx.now_ns))
@@ -807,15 +807,32 @@ def assignment_of(
 
     Returns: (local steps, density, seconds of local work or 0, batch or 0 for the present one).
     """
-    progress, plan = state.progress, state.work.workers[rank]
-    rule = stage.sync
-    assignment = rule.next_assignment(stage, state.rule_state, progress, rank) or AS_PLANNED
-    planned = plan.local_steps if assignment.local_steps is None else assignment.local_steps
-    rest = None if planned == 1 else rounds_ahead(stage, state)
-    local_steps = cap_local_steps(state.members.planned, rank, rest, planned)
+    plan = state.work.workers[rank]
+    assignment, steps = next_work(stage, state, rank)
+    rest = None if steps == 1 else rounds_ahead(stage, state)
+    local_steps = cap_local_steps(state.members.planned, rank, rest, steps)
     ratio = plan.compression_ratio if assignment.ratio is None else assignment.ratio
     kept = plan.batch if stage.keeps_batch else 0
     return local_steps, ratio, assignment.interval_s, assignment.batch or kept
+
+
+def next_work(stage: StageConfig, state: ServerState, rank: int) -> tuple[Assignment, int]:
+    """Return what the sync mode assigns to this worker, and its H unless a limit truncates it."""
+    rule, planned = stage.sync, state.work.workers[rank].local_steps
+    assignment = rule.next_assignment(stage, state.rule_state, state.progress, rank) or AS_PLANNED
+    return assignment, planned if assignment.local_steps is None else assignment.local_steps
+
+
+def is_next_round_truncated(stage: StageConfig, state: ServerState) -> bool:
+    """Return True if a stop limit truncates the next round of the waiting workers, as planned or as
+    the sync mode assigns it.
+    """
+    rest, whole = rounds_ahead(stage, state), state.members.planned
+    if rest is None:
+        return False
+    steps = {rank: next_work(stage, state, rank)[1] for rank in state.progress.waiting}
+    truncated = any(cap_local_steps(whole, rank, rest, h) < h for rank, h in steps.items())
+    return truncated or is_truncated(rest)
 
 
 def rounds_ahead(stage: StageConfig, state: ServerState) -> Remaining:

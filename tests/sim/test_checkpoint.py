@@ -185,6 +185,20 @@ def test_the_command_resumes_a_run_whose_workers_fail(workplace: Path) -> None:
         assert run[key] == whole[key]
 
 
+@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+def test_no_pause_precedes_a_round_that_a_limit_truncates(topology: str, workplace: Path) -> None:
+    """A sync mode sets H: 22 of 32 steps remained of a round that was planned as 4 steps."""
+    mode = "sync=qsr sync.local_steps=1 sync.h_max=8 sync.alpha=1 optimizer.lr=0.02"
+    line = ["-q", "runtime=sim", "tracking=none", f"topology={topology}", *mode.split()]
+    often = "run.checkpoint_s=0.01"
+    assert main(["train", *line, "run.dir=whole", "stop.steps=200", often]) == 0
+    assert main(["train", *line, "run.dir=run", "stop.steps=90", often]) == 0
+    assert main(["train", "--resume", "run", "stop.steps=200", "-q"]) == 0
+    whole, run = (json.loads(Path(name, "summary.json").read_text()) for name in ("whole", "run"))
+    for key in ("params_sha256", "steps", "time_s"):
+        assert run[key] == whole[key]
+
+
 @pytest.mark.parametrize(
     "name", ["bsp", "ring-wfbp", "ring-late", "ring-streaming", "d-psgd", "sgp-overlap"]
 )
