@@ -80,8 +80,10 @@ def construct(
     """
     target = spec.get("_target_")
     if not isinstance(target, str) or "." not in target:
+        lacks = f"a `_target_` that names no class ({target})" if target else "no `_target_`"
         raise UsageError(
-            f"{where} has no `_target_`; take one of the options that `ashl list {where}` shows"
+            f"{where} has {lacks}; take one of the options that `ashl list {where}` shows, or write"
+            " `_target_: MODULE.CLASS`"
         )
     cls = import_target(target, where, allow)
     keys = {key: value for key, value in spec.items() if key != "_target_"}
@@ -101,7 +103,7 @@ def construct(
         raise UsageError(explain_error(error, where, cls)) from error
     except AshlError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"{where} names {target!r}, which cannot be made: {describe_error(error, allow)}"
         ) from error
@@ -175,7 +177,7 @@ def import_target(target: str, where: str, allow: Sequence[str]) -> Maker:
         else:
             reason = describe_error(error, allow)
         raise UsageError(f"{where} names {target!r}, which cannot be imported: {reason}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"{where} names {target!r}, which cannot be imported: {describe_error(error, allow)}"
         ) from error
@@ -196,7 +198,7 @@ def report_own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) 
         raise kind(str(error)) from error.__cause__
     except AshlError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise kind(f"{MEMORY_FIX} ({error_text(error)})") from error
         if isinstance(error, NotImplementedError) and (lacks := missing_hook_message(error, allow)):
@@ -213,13 +215,15 @@ def has_attribute(cls: type, name: str) -> bool:
     return hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ())
 
 
-def describe_error(error: Exception, allow: Sequence[str]) -> str:
+def describe_error(error: BaseException, allow: Sequence[str]) -> str:
     """Return the exception's class and message, with file and line if it is from an allowed
     package.
     """
     place = place_of(error, allow)
-    text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" + (f" ({place})" if place else "")
+    text = error_text(error)
+    if isinstance(error, SyntaxError):  # its text has the file and the line, too
+        text = f"{type(error).__name__}: {error.msg}"
+    return text + (f" ({place})" if place else "")
 
 
 def missing_hook_message(error: NotImplementedError, allow: Sequence[str]) -> str:
@@ -237,7 +241,7 @@ def missing_hook_message(error: NotImplementedError, allow: Sequence[str]) -> st
     )
 
 
-def option_of(error: Exception, allow: Sequence[str]) -> str:
+def option_of(error: BaseException, allow: Sequence[str]) -> str:
     """Return the option of the user's own whose code raised an exception."""
     own = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -247,14 +251,15 @@ def option_of(error: Exception, allow: Sequence[str]) -> str:
     return own or "an option of your own"
 
 
-def place_of(error: Exception, allow: Sequence[str]) -> str:
+def place_of(error: BaseException, allow: Sequence[str]) -> str:
     """Return file and line of the user's own code that raised an exception; "" if none did."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     # the module of the object that lacks an attribute, for an AttributeError
     owner = sys.modules.get(type(getattr(error, "obj", None)).__module__)
-    if owner is not None and owner.__name__.split(".")[0] in allow:
-        return str(owner.__file__)
+    file = getattr(owner, "__file__", None)  # which builtins lacks
+    if file and owner is not None and owner.__name__.split(".")[0] in allow:
+        return str(file)
     steps = traceback.walk_tb(error.__traceback__)
     own = [
         (f.f_code.co_filename, n)

@@ -82,7 +82,7 @@ class Guard:
         if isinstance(error, OwnFaultError) and self.place not in error.place:
             error.place = f"{error.place}, {self.place}"
         if (
-            not isinstance(error, Exception)
+            not isinstance(error, Exception | SystemExit)  # no part of a run may end the process
             or isinstance(error, AshlError)
             or is_from_callback(trace)
         ):
@@ -117,13 +117,13 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def located_error_text(error: Exception) -> str:
+def located_error_text(error: BaseException) -> str:
     """Return `error_text` with the user's file and line that raised the exception."""
     place = user_line(error)
     return error_text(error) + (f" ({place})" if place else "")
 
 
-def user_line(error: Exception) -> str:
+def user_line(error: BaseException) -> str:
     """Return file and line of the innermost frame outside of ashl and installed libraries; "" if
     none.
     """

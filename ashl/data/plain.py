@@ -139,12 +139,17 @@ def split_of(half: Any, name: str) -> Split:
     """Return one half. Raises UsageError if it is not a sequence of pairs (input, target)."""
     try:
         count = len(half)
-        first = half[0]
-    except (TypeError, IndexError, KeyError) as error:
+        first = half[0] if count else None
+    except (TypeError, ValueError, IndexError, KeyError) as error:
         raise UsageError(
             f"dataset: {name} needs a length and items by number, and at least one"
             f" ({located_error_text(error)})"
         ) from error
+    if not count:
+        raise UsageError(
+            f"dataset: {name} has a half without items; the training half and the test half need"
+            " at least one each"
+        )
     if not isinstance(first, tuple | list) or len(first) != 2:
         raise UsageError(f"dataset: an item of {name} should be a pair (input, target)")
     targets = [
@@ -163,7 +168,7 @@ def item_of(half: Any, number: int, name: str) -> Any:
         item = half[number]
     except AshlError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
         raise OwnFaultError(
@@ -189,6 +194,11 @@ def tensor_of(value: Any, what: str) -> Tensor:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise UsageError(
             f"dataset: {what} is {kind}; give float32, as x / 255, or int64 for classes and tokens"
+        )
+    if tensor.is_complex():
+        raise UsageError(
+            f"dataset: {what} is complex; give its real and imaginary parts as float32, as"
+            " torch.view_as_real does"
         )
     return tensor.float() if tensor.is_floating_point() else tensor.long()
 

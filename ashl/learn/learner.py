@@ -610,9 +610,15 @@ class Learner:
 
     def _build(self, *, untrained: bool = False) -> nn.Module:
         start = None if untrained else self.start
-        module = make_module(
-            self._option, self._data.sample_shape, self._data.num_classes, self._seed, start
-        )
+        with Guard(self._of_forward[:1]):
+            module = make_module(
+                self._option, self._data.sample_shape, self._data.num_classes, self._seed, start
+            )
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise UsageError(
+                f"Model {self._name} has parameters without values, on torch's device meta; make"
+                " them on the CPU."
+            )
         if any(is_lazy(parameter) for parameter in module.parameters()):
             raise UsageError(
                 f"Model {self._name} has lazy layers without sizes; give them their sizes, for"
@@ -861,8 +867,13 @@ def find_written(
     """Return the names of parameters written to between two calls of `copy_parameters`."""
     pairs = ((name, before[name], after[name]) for name in before if name in after)
     return tuple(
-        name for name, old, new in pairs if old[0] != new[0] or not torch.equal(old[1], new[1])
+        name for name, old, new in pairs if old[0] != new[0] or not is_equal(old[1], new[1])
     )
+
+
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are equal, where NaN equals NaN."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def move_split(split: Split, device: str) -> Split:

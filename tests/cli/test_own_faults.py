@@ -8,6 +8,7 @@ from ashl.cli.app import main
 from tests.own_parts import choose_own
 
 CODE = '''
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
@@ -93,6 +94,31 @@ class Raises(Net):
         if self.calls > 9:
             raise KeyError("hidden")
         return self.a(x)
+
+
+class Exits(Net):
+    def of(self, x):
+        if self.calls > 9:
+            raise SystemExit(3)
+        return self.a(x)
+
+
+class Abstract(Net, ABC):
+    @abstractmethod
+    def unwritten(self):
+        pass
+
+
+class Meta(Net):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.pre = nn.Linear(4, 4, device="meta")
+
+
+class FirstNan(Net):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        nn.init.constant_(self.a.bias, float("nan"))
 
 
 class InPlace(Net):
@@ -199,6 +225,10 @@ FAULTS = {  # what is the user's own: exit code and words of the sentence
     "model=EvalPair": (2, "Model EvalPair returns tuple in evaluation mode and (2, 4) in training",),
     "model=Crowded": (2, "Model Crowded cannot take samples of shape 4", "make num_embeddings larger"),
     "model=Raises": (1, "model own_faults.Raises failed, not ashl, worker ", "step ", "KeyError: 'hidden' ("),
+    "model=Exits": (1, "model own_faults.Exits failed, not ashl, worker ", "step ", "SystemExit: 3 ("),
+    "model=Abstract": (2, "model own_faults.Abstract failed, not ashl: TypeError: Can't instantiate"),
+    "model=Meta": (2, "Model Meta has parameters without values", "make them on the CPU"),
+    "model=FirstNan": (1, "the run diverged: ", "became nan near step 1"),
     "model=InPlace": (1, "model own_faults.InPlace failed, not ashl, worker ", "step ", "write x = x + y"),
     "model=Hungry": (1, "worker ", "step ", "there is not enough memory; take a smaller dataset.batch_size"),
     "dataset=Blobs\nbad: 100\nearly: true": (2, "dataset Blobs failed, not ashl, item 100: OSError: the disk "),
