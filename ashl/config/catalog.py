@@ -147,17 +147,22 @@ def target(file: Path) -> str:
     )
 
 
-def check_keys(file: Path) -> None:
-    """Refuse an option's file, or one that it starts from, with a repeated key. Raises:
-    UsageError.
+def check_keys(file: Path, above: tuple[Path, ...] = ()) -> None:
+    """Refuse an option's file, or one that it starts from, with a repeated key, or that starts from
+    itself.
+
+    Args: `above` has the files that start from this one.
+    Raises: UsageError.
     """
-    _check_keys(file, file.stat().st_mtime_ns)
+    if file in above:
+        raise UsageError(f"{file} starts from itself; correct its `defaults`.")
+    _check_keys(file, file.stat().st_mtime_ns, above)
 
 
 @lru_cache(maxsize=1024)
-def _check_keys(file: Path, changed_ns: int) -> None:
-    for parent in parents(file):  # loads the file
-        check_keys(parent)
+def _check_keys(file: Path, changed_ns: int, above: tuple[Path, ...]) -> None:
+    for parent in find_parents(file):  # loads the file
+        check_keys(parent, (*above, file))
 
 
 def values(file: Path) -> dict:
@@ -343,8 +348,21 @@ def _parse_yaml(parse, text: str, file: Path):
 
 
 def parents(file: Path) -> Iterator[Path]:
-    """Yield the files of the options that an option's file starts from."""
-    for entry in load_yaml(file).get("defaults", ()):
+    """Yield the files of the options that an option's file starts from, none of which leads back to
+    it.
+
+    Raises: UsageError.
+    """
+    check_keys(file)
+    yield from find_parents(file)
+
+
+def find_parents(file: Path) -> Iterator[Path]:
+    """Yield the files that the `defaults` of an option's file name. Raises UsageError."""
+    names = load_yaml(file).get("defaults", [])
+    if not isinstance(names, list):
+        raise UsageError(f"{file}: `defaults` must be a list, for example `defaults: [_own]`.")
+    for entry in names:
         for folder in (CONF / file.parent.name, file.parent):
             if isinstance(entry, str) and (parent := folder / f"{entry}.yaml").is_file():
                 yield parent

@@ -200,7 +200,7 @@ def _convert_errors(known: Catalog, folder: Path) -> Generator[None]:
         yield
     except (RecursionError, yaml.YAMLError, UnicodeDecodeError) as error:
         for file in chain.from_iterable(options.values() for options in known.values()):
-            load_yaml(file)  # raises an error that names the file
+            check_keys(file)  # raises an error that names the file
         raise UsageError(f"A file in {folder} cannot be read: {message_of(error)}") from error
     except MissingConfigException as error:  # an option that a preset names
         group, _, option = str(error.missing_cfg_file or "").partition("/")
@@ -213,7 +213,7 @@ def _convert_errors(known: Catalog, folder: Path) -> Generator[None]:
         raise UsageError(message_of(error)) from error
     except ValueError as error:  # YAML reads a name in a `defaults` list as a number or a boolean
         for file in chain.from_iterable(options.values() for options in known.values()):
-            load_yaml(file)  # raises an error that names the file, for example for a date
+            check_keys(file)  # raises an error that names the file, for example for a date
         raise UsageError(
             f"A `defaults` list of a file in {folder} names an option that is not text:"
             f" {message_of(error)}"
@@ -400,6 +400,8 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
             raise UsageError(
                 f"{text} stands for more than {MAX_VALUES:,} values; give fewer, or a larger step."
             )
+    if not values and key not in known:
+        raise UsageError(f"{text} stands for no value; list some, as in {key}=1,2.")
     if not values:
         raise UsageError(f"{text} matches nothing; `ashl list {key}` shows what there is.")
     singles = [f"{key}={value}" for value in values]

@@ -131,6 +131,7 @@ def test_a_preset_may_bring_lines_of_settings(
             "stands for more than 10,000 values; give fewer, or a larger step",
         ),
         (("sync=glob(zz*)",), "matches nothing"),
+        (("seed=range(0,0)",), "stands for no value; list some, as in seed=1,2"),
         (("sync=asp,ssp", "topology=all_reduce"), "no setting of this sweep can be run"),
         (("seed=",), "seed"),
     ],
