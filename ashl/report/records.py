@@ -17,8 +17,9 @@ from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
 from ashl.tracking.killed import close_killed
+from ashl.tracking.recorder import SWEEP
 
-SWEEP, SUMMARY, REPORT = "sweep.json", "summary.json", "report.html"
+SUMMARY, REPORT = "summary.json", "report.html"
 STATUSES = ("finished", "diverged", "failed", "interrupted")
 NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
 NUMBERS += ("comm_hidden_share", "goodput", "bytes_up", "bytes_down", "num_workers")

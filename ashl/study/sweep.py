@@ -17,6 +17,7 @@ from ashl.config.cores import usable_cores
 from ashl.config.flat import flat_config
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of, path_of
+from ashl.config.recorded import CONFIG
 from ashl.errors import AshlError, UsageError, unwritable_path_error
 from ashl.planning import uncontended_link_note
 from ashl.planning.compile_plan import prepare_plan
@@ -360,9 +361,12 @@ def document(
 def lock_folder(folder: Path) -> Generator[None]:
     """Lock the folder for one sweep at a time.
 
-    Raises: UsageError if it cannot be written, AshlError if another sweep runs in it.
+    Raises: UsageError if it cannot be written or holds a run, AshlError if another sweep runs in
+    it.
     """
     try:
+        if (folder / CONFIG).is_file():  # `ashl compare` would no longer find the run
+            raise UsageError(f"{folder} already holds a run; choose another run.dir")
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "wb")  # noqa: SIM115
     except OSError as error:

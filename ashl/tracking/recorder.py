@@ -11,6 +11,7 @@ from ashl.runtime.records import Rounds
 from ashl.tracking import jsonl, timeline
 
 EVENTS, METRICS, TRACE, SUMMARY = "events.jsonl", "metrics.jsonl", "trace.json.gz", "summary.json"
+SWEEP = "sweep.json"  # the record of a sweep, in its own folder
 
 # Beginning of the message about a full or read-only disk.
 UNWRITABLE = "Cannot write to the run folder"
@@ -25,7 +26,8 @@ class Recorder:
     Args: events says which rounds are recorded (see `ashl.runtime.records`); `none` records no
     other events either. sizes are those of an earlier recorder in the same folder; what it wrote
     later is removed and written again.
-    Raises: UsageError if the folder already holds a run; AshlError if it cannot be written to.
+    Raises: UsageError if the folder already holds a run or a sweep; AshlError if it cannot be
+    written to.
     """
 
     def __init__(self, run_dir: Path, events: Rounds, sizes: Mapping[str, int] | None = None):
@@ -40,6 +42,8 @@ class Recorder:
                 )
                 raise UsageError(f"{text}; run this setting again.")
         with writing(run_dir, begins=True):
+            if (run_dir / SWEEP).is_file():  # whose runs have folders of their own in it
+                raise UsageError(f"{run_dir} already holds a sweep; choose another run.dir.")
             run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = jsonl.Lines(run_dir / METRICS, sizes.get(METRICS))
             self._events = (
