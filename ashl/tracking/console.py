@@ -380,6 +380,11 @@ def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
     """Return a table of the workers' time, in the columns that fit the terminal."""
     workers = summary["workers"]
     time_s = summary.get("time_s") or 0.0
+
+    def shares(spent_s: Sequence[float]) -> list[str]:
+        """Format times as shares of the run, which lasts 0 s if it ends at once."""
+        return [percent(own_s / time_s if time_s else None, 0) for own_s in spent_s]
+
     columns: dict[str, Sequence[str]] = {"worker": [str(rank) for rank in range(len(workers))]}
     columns["steps"] = [number(worker.get("steps")) for worker in workers]
     # Waiting during profiling has a column of its own.
@@ -389,9 +394,9 @@ def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
         if part == "wait" and profiled:
             spent_s = [max(0.0, own - other) for own, other in zip(spent_s, profiled, strict=True)]
         if any(worker.get(f"{part}_s") for worker in workers):
-            columns[part] = [percent(own_s / time_s if time_s else None, 0) for own_s in spent_s]
+            columns[part] = shares(spent_s)
     if profiled:
-        columns["profiling"] = [percent(own_s / time_s, 0) for own_s in profiled]
+        columns["profiling"] = shares(profiled)
     columns["staleness"] = [number(worker.get("staleness_mean")) for worker in workers]
     columns["max"] = [number(worker.get("staleness_max")) for worker in workers]
     columns["up"] = [megabytes(worker.get("bytes_up")) for worker in workers]

@@ -22,6 +22,11 @@ def test_more_workers_than_samples_are_timed_without_gradients(said) -> None:
     assert said(*crowd, "runtime.gradients=false", "stop.steps=600") == (0, "")
 
 
+def test_a_run_that_ends_at_once_has_its_table(workplace, capsys) -> None:
+    assert main(["train", "runtime=sim", "tracking=none", "stop.seconds=1e-12"]) == 0
+    assert "profiling" in capsys.readouterr().out
+
+
 MINE = """
 from ashl.model.mlp import MLP
 from ashl.option import option
@@ -72,6 +77,12 @@ class Unbuilt(MLP):
             "X",
             "cannot be imported: ModuleNotFoundError: No module named 'nowhere' ({file}, line 1)",
         ),
+        ("raise SystemExit(3)", "X", "cannot be imported: SystemExit: 3 ({file}, line 1)"),
+        (
+            "from torch import nn\nclass X(nn.Module):\n    def __init__(self, hidden):\n        exit(5)",
+            "X",
+            "failed, not ashl: SystemExit: 5 ({file}, line 4)",
+        ),
         (FAULTY, "Unmade", "cannot be made: RuntimeError: not like this ({file}, line 8)"),
         (
             FAULTY,
@@ -89,6 +100,75 @@ def test_a_fault_of_the_users_own_is_told_as_that(
     code, sentence = said(f"model._target_={module}.{name}", f"allow_targets=[{module}]")
     assert says.format(file=workplace / f"{module}.py") in sentence
     assert code == 2
+
+
+HALVES = """
+import torch
+from torch.utils.data import Dataset
+
+class Uneven(Dataset):
+    def __init__(self, train):
+        self.count = 640 if train else 0
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        return torch.zeros(4), number % 2
+
+class Complex(Uneven):
+    def __init__(self, train):
+        self.count = 640
+
+    def __getitem__(self, number):
+        return torch.zeros(4, dtype=torch.complex64), number % 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Uneven", "dataset: Uneven has a half without items"),
+        ("Complex", "Complex's input 0 is complex; give its real and imaginary parts as float32"),
+    ],
+)
+def test_a_data_set_of_the_users_own_without_items_or_with_wrong_ones(
+    name, says, said, workplace, own_module
+) -> None:
+    own_module("halves", HALVES)
+    file = workplace / "options/dataset/halves.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"defaults: [_own]\n_target_: halves.{name}")
+    own = ["--config-dir", "options", "dataset=halves", "model=linear", "sync=bsp"]
+    code, sentence = said(*own, "allow_targets=[halves]")
+    assert says in sentence
+    assert code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("_target_: mine", "model has a `_target_` that names no class (mine)"),
+        ("width: 3", "model has no `_target_`"),
+        ("defaults:\n_target_: mine.X", "tiny.yaml: `defaults` must be a list, for example"),
+        ("defaults: 3\n_target_: mine.X", "tiny.yaml: `defaults` must be a list, for example"),
+        ("defaults: [tiny]\n_target_: mine.X", "tiny.yaml starts from itself; correct its"),
+        ("defaults: [other]\n_target_: mine.X", "starts from itself; correct its `defaults`"),
+    ],
+)
+def test_an_option_file_of_the_users_own_with_a_mistake(
+    text, says, said, workplace, capsys
+) -> None:
+    folder = workplace / "options/model"
+    folder.mkdir(parents=True)
+    (folder / "tiny.yaml").write_text(text)
+    (folder / "other.yaml").write_text("defaults: [tiny]")
+    code, sentence = said("--config-dir", "options", "model=tiny", "sync=bsp")
+    assert says in sentence
+    assert code == 2
+    if "defaults" in text:
+        assert main(["list", "model", "tiny", "--config-dir", "options"]) == 2
+        assert "`defaults`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["sync=ssp", "sync=backup", "sync=local_sgd topology=all_reduce"])
@@ -129,6 +209,21 @@ def test_a_second_run_into_the_same_folder(said, workplace) -> None:
         "run already holds a run; choose another run.dir.",
     )
     assert {file.name: file.read_bytes() for file in (workplace / "run").iterdir()} == before
+
+
+def test_a_run_and_a_sweep_do_not_share_a_folder(said, workplace) -> None:
+    """A folder with both would be compared as a sweep, without the run."""
+    assert said("run.dir=run", "stop.steps=8") == (0, "")
+    grid = ["sweep", "-q", "--jobs", "1", "runtime=sim", "tracking=none", "sync=bsp", "seed=0"]
+    before = {file.name for file in (workplace / "run").iterdir()}
+    assert main([*grid, "stop.steps=8", "run.dir=run"]) == 2
+    assert {file.name for file in (workplace / "run").iterdir()} == before
+    (workplace / "grid").mkdir()
+    (workplace / "grid/sweep.json").write_text("{}")
+    assert said("run.dir=grid", "stop.steps=8") == (
+        2,
+        "grid already holds a sweep; choose another run.dir.",
+    )
 
 
 def test_two_runs_of_the_same_second(workplace, monkeypatch) -> None:
