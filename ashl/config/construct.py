@@ -62,6 +62,8 @@ PHRASES = (  # wording of pydantic, and the wording of ashl's messages
 )
 # prefixes of pydantic's names for alternatives, in the path of an error
 BRANCHES = ("function-", "constrained-", "literal[", "tuple[", "list[")
+# exceptions that code of ashl raises if a part of the user's own has returned a wrong value
+OF_WRONG_VALUES = (TypeError, ValueError, AttributeError, ArithmeticError, LookupError)
 SESSION = "python_session"  # module of objects passed from Python, see `ashl.config.session`
 Maker = type[Any] | FunctionType  # a class or function that a `_target_` names
 Plain = Callable[[Maker, Mapping[str, Any]], Any]
@@ -204,7 +206,12 @@ def report_own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) 
         if isinstance(error, NotImplementedError) and (lacks := missing_hook_message(error, allow)):
             raise kind(f"an option of your own failed, not ashl: {lacks}") from error
         if not place_of(error, allow):
-            raise
+            if not allow or not isinstance(error, OF_WRONG_VALUES):
+                raise
+            raise AshlError(
+                f"{error_text(error)}; a part of your own ({', '.join(allow)}) may have returned a"
+                " wrong value, or ashl is at fault, --debug shows where"
+            ) from error
         raise kind(
             f"{option_of(error, allow)} failed, not ashl: {describe_error(error, allow)}"
         ) from error

@@ -2,15 +2,17 @@
 the workers.
 """
 
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from numbers import Integral
+from typing import Any, ClassVar
 
 from ashl.errors import UsageError
 from ashl.option import Contract
 from ashl.plan.plan import Spec, StagePlan, WorkerPlan, assign_work
 from ashl.plan.profile import Profile
-from ashl.planner.assignment import Planner
+from ashl.planner.assignment import Assignment, Planner
 
 
 @dataclass(frozen=True)
@@ -102,4 +104,33 @@ def with_assignments(
     """Return the stage with the planner's H, data share and ratio of each worker."""
     assert stage.h_preset is not None
     rows = planner.assign(profile, stage.h_preset, stage.r_preset, payload)
+    check_assignments(planner, rows, len(stage.workers))
     return replace(stage, workers=assign_work(stage.workers, rows))
+
+
+def check_assignments(planner: Planner, rows: Any, num_workers: int) -> None:
+    """Refuse what a planner of the user's own may return in place of assignments.
+
+    Raises: UsageError.
+    """
+    name = f"planner {type(planner).__module__}.{type(planner).__name__}: assign()"
+    if (
+        not isinstance(rows, Sequence)
+        or len(rows) != num_workers
+        or not all(isinstance(row, Assignment) for row in rows)
+    ):
+        raise UsageError(
+            f"{name} should return an Assignment for each of {num_workers} workers, and returned"
+            f" {reprlib.repr(rows)}"
+        )
+    for rank, row in enumerate(rows):
+        if not isinstance(row.local_steps, Integral) or row.local_steps < 1:
+            raise UsageError(
+                f"{name} gives worker {rank} local_steps={row.local_steps}; give a whole number"
+                " from 1 on"
+            )
+        if not 0 < row.compression_ratio <= 1:
+            raise UsageError(
+                f"{name} gives worker {rank} compression_ratio={row.compression_ratio}; give a"
+                " density above 0, at most 1"
+            )

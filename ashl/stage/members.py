@@ -7,11 +7,14 @@ workers in a round; a planner or a sync mode replaces them during the run.
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from ashl.aggregate.weighted import Push
+from ashl.errors import UsageError
 from ashl.plan.assignments import Assignments, Members
 from ashl.plan.plan import WorkerPlan
 from ashl.runtime.rank_context import RankContext
@@ -239,7 +242,20 @@ def member_weights(
 
 def normalise_weights(stage: StageConfig, workers: Sequence[WorkerPlan]) -> list[float]:
     weights = stage.aggregate.weigh(workers)
-    total = sum(weights) if stage.aggregate.normalised else 1.0
+    try:
+        total = sum(weights)
+        fits = len(weights) == len(workers) and math.isfinite(total)
+    except TypeError:  # a rule of the user's own may return anything
+        total, fits = 0.0, False
+    if not stage.aggregate.normalised:
+        total = 1.0
+    if not fits or not total:
+        rule = type(stage.aggregate)
+        raise UsageError(
+            f"aggregate {rule.__module__}.{rule.__name__}: weigh() should return a finite number"
+            f" for each of {len(workers)} workers, with a sum other than 0, and returned"
+            f" {reprlib.repr(weights)}"
+        )
     return [stage.aggregate.scale * weight / total for weight in weights]
 
 

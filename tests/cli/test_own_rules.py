@@ -41,12 +41,74 @@ class Stranger(ServerRule):
 
     def may_proceed(self, state, tally):
         return [99]
+
+from ashl.aggregate.weighted import Weighted
+from ashl.planner.assignment import Planner, assignments, costs_of
+
+@option
+class Unweighed(Weighted):
+    def weigh(self, workers):
+        return None
+
+@option
+class Weightless(Weighted):
+    def weigh(self, workers):
+        return [0] * len(workers)
+
+@option
+class Unassigned(Planner):
+    h_max: int | None
+
+    def assign(self, profile, h_preset, r_preset, payload):
+        return (1, 2)
+
+@option
+class Halves(Planner):
+    h_max: int | None
+
+    def assign(self, profile, h_preset, r_preset, payload):
+        costs = costs_of(profile, encoded=False)
+        return assignments(costs, [1.5] * len(costs), [1.0] * len(costs), payload)
+
+@option
+class NotAList(ServerRule):
+    local_steps: int
+
+    def may_proceed(self, state, progress):
+        return None
 """
 
 
 @pytest.mark.parametrize(
     ("overrides", "says", "exit_code"),
     [
+        (
+            "aggregate=uniform aggregate._target_=my_rules.Unweighed",
+            "aggregate my_rules.Unweighed: weigh() should return a finite number for each of",
+            2,
+        ),
+        (
+            "aggregate=uniform aggregate._target_=my_rules.Weightless",
+            "with a sum other than 0, and returned [0, 0",
+            2,
+        ),
+        (
+            "planner=balanced planner._target_=my_rules.Unassigned sync=local_sgd"
+            " sync.local_steps=plan schedule.h_preset=[4]",
+            "planner my_rules.Unassigned: assign() should return an Assignment for each of",
+            2,
+        ),
+        (
+            "planner=balanced planner._target_=my_rules.Halves sync=local_sgd"
+            " sync.local_steps=plan schedule.h_preset=[4]",
+            "gives worker 0 local_steps=1.5; give a whole number from 1 on",
+            2,
+        ),
+        (
+            "sync=asp sync._target_=my_rules.NotAList",
+            "a part of your own (my_rules) may have returned a wrong value",
+            1,
+        ),
         (
             "sync._target_=my_rules.Unmade",
             "sync names my_rules.Unmade, which cannot be made: not like this",
