@@ -239,7 +239,8 @@ def _error_sentence(error: Exception) -> str:
             return f"{error.filename} cannot be written ({reason}); free some space."
         if error.filename and error.errno in NO_PLACE:
             return f"{error.filename} cannot be used ({error.strerror.lower()}); name another path."
-        return error.strerror + (f": {error.filename}." if error.filename else ".")
+        fix = "; free some space." if error.errno in (errno.ENOSPC, errno.EDQUOT) else "."
+        return error.strerror + (f": {error.filename}" if error.filename else "") + fix
     return (
         f"{type(error).__name__}: {' '.join(str(error).split())}; this is a bug in ashl, --debug"
         " shows where."

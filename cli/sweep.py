@@ -147,7 +147,12 @@ def sweep(
 def answer_of(outcome: "SweepOutcome") -> Answer:
     """Return the answer of a sweep; the next command repeats the winner, if there is one."""
     following = outcome.winner or command_text("export", outcome.folder)
-    return Answer(outcome.document(), next=following, code=int(outcome.has_failed_run))
+    return Answer(
+        outcome.document(),
+        next=following,
+        error=outcome.error,
+        code=int(outcome.has_failed_run),
+    )
 
 
 def show_configurations(grid: "Grid") -> None:

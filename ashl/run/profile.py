@@ -87,7 +87,8 @@ def profile(
             )
         found = read_profile(str(run_dir / "profile.json"))
     plan, parts, data = prepare_plan(config, world_size(config), overrides, found)
-    run_dir.joinpath("plan.json").write_text(plan.to_json(), encoding="utf-8")
+    with writing(run_dir):
+        jsonl.write_text(run_dir / "plan.json", plan.to_json())
     if not quiet:
         console = Console(highlight=False)
         print_profile(console, found)

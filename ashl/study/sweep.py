@@ -84,13 +84,25 @@ class SweepOutcome(NamedTuple):
     """The outcome of a sweep: its folder, the summaries of its runs, and how they compare.
 
     `board` is None if no run has finished. `winner` is the command that repeats the winner, "" if
-    no setting reached the target.
+    no setting reached the target. `unrecorded` is the number of runs without a summary, for example
+    on a full disk.
     """
 
     folder: Path
     summaries: list[dict[str, Any]]
     board: Leaderboard | None
     winner: str
+    unrecorded: int = 0
+
+    @property
+    def error(self) -> str:
+        """Return a sentence about runs that left no record; "" if all did."""
+        if not self.unrecorded:
+            return ""
+        return (
+            f"{self.unrecorded} runs left no record in {self.folder}; free some space there, and"
+            " give the same command again"
+        )
 
     @property
     def has_failed_run(self) -> bool:
@@ -140,7 +152,11 @@ def sweep(
                 protected = protected_setting(grid, baseline)
                 contest = Race(grid.settings, folder, record, protected, progress.print_line)
             run_missing(grid.settings, folder, missing, pool, progress, to_tracker, contest)
-            return conclude(folder, grid.settings, command, console, baseline)
+            dropped = contest.dropped_hashes if contest else ()
+            ran = [setting for setting in grid.settings if setting.hash not in dropped]
+            unrecorded = sum(read_summary(folder / setting.hash) is None for setting in ran)
+            found = conclude(folder, grid.settings, command, console, baseline)
+            return found._replace(unrecorded=unrecorded)
 
 
 def begin_record(

@@ -169,3 +169,13 @@ def test_what_was_killed_from_outside_runs_again(workplace: Path) -> None:
     for name, repeated in zip(sorted(first), reasons.values(), strict=False):
         kept = again[name].get("params_sha256") == first[name]["params_sha256"]
         assert kept == repeated, "a failure of its own counts"
+
+
+def test_runs_that_leave_no_record_fail_the_sweep(monkeypatch, capsys) -> None:
+    """On a full disk a run cannot even record that it has failed."""
+    monkeypatch.setattr("ashl.study.sweep.run_missing", lambda *_: None)
+    assert main(["sweep", "-q", *GRID]) == 1
+    assert capsys.readouterr().err == (
+        "ashl: 4 runs left no record in study; free some space there, and give the same command"
+        " again\n"
+    )
