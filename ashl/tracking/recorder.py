@@ -42,7 +42,7 @@ class Recorder:
                 )
                 raise UsageError(f"{text}; run this setting again.")
         with writing(run_dir, begins=True):
-            if (run_dir / SWEEP).is_file():  # whose runs have folders of their own in it
+            if (run_dir / SWEEP).is_file():  # the runs of a sweep have folders of their own
                 raise UsageError(f"{run_dir} already holds a sweep; choose another run.dir.")
             run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = jsonl.Lines(run_dir / METRICS, sizes.get(METRICS))

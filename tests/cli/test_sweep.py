@@ -172,7 +172,7 @@ def test_what_was_killed_from_outside_runs_again(workplace: Path) -> None:
 
 
 def test_runs_that_leave_no_record_fail_the_sweep(monkeypatch, capsys) -> None:
-    """On a full disk a run cannot even record that it has failed."""
+    """A run on a full disk cannot even record that it has failed."""
     monkeypatch.setattr("ashl.study.sweep.run_missing", lambda *_: None)
     assert main(["sweep", "-q", *GRID]) == 1
     assert capsys.readouterr().err == (
