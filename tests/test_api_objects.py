@@ -200,4 +200,4 @@ def test_a_notebook_shows_a_table(workplace: Path) -> None:
     (run.folder / "summary.json").write_text(json.dumps(died))
     found = ashl.load(run.folder)
     assert repr(found).startswith(f"<Run {run.folder.name}, failed after 0 s: ")
-    assert f"<th>{run.folder.name}: " in found._repr_html_()
+    assert f"<th>{run.folder.name[:8]}" in found._repr_html_()

@@ -88,7 +88,7 @@ def profile(
         found = read_profile(str(run_dir / "profile.json"))
     plan, parts, data = prepare_plan(config, world_size(config), overrides, found)
     with writing(run_dir):
-        jsonl.write_text(run_dir / "plan.json", plan.to_json())
+        jsonl.write_bytes(run_dir / "plan.json", plan.to_json().encode())
     if not quiet:
         console = Console(highlight=False)
         print_profile(console, found)
