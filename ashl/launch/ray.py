@@ -19,6 +19,7 @@ PORT = "{port}"
 NAMES = {names!r}  # variables of this process that every rank gets
 # restarts of the actor of each rank but 0, for example after its node has failed
 RESTARTS = {restarts}
+PATIENCE_S = 5  # seconds to wait for resources before it says so
 
 
 @ray.remote
@@ -37,7 +38,10 @@ try:
 except ConnectionError as error:
     sys.exit(f"ashl: {{error}}")
 group = ray.util.placement_group(BUNDLES, strategy={strategy!r})
-ray.get(group.ready())
+if not group.wait(PATIENCE_S):
+    has = {{name: n for name, n in ray.available_resources().items() if "memory" not in name}}
+    print(f"ashl: waits until Ray has free, all at once: {{BUNDLES}}; now {{has}}", file=sys.stderr)
+    ray.get(group.ready())
 place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
 ranks = [
     Rank.options(
