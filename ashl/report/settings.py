@@ -183,7 +183,7 @@ def find_label(settings: Mapping[str, Mapping[str, str]], name: str) -> str:
     wanted, found = set(name.replace(",", " ").split()), []
     for known, axes in settings.items():
         pairs = {f"{part}={axes[key]}" for key in axes for part in (key, key.rpartition(".")[2])}
-        if wanted <= {*known.split(), *axes.values(), *pairs}:
+        if wanted and wanted <= {*known.split(), *axes.values(), *pairs}:
             found.append(known)
     if len(found) == 1:
         return found[0]

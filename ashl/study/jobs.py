@@ -402,7 +402,7 @@ def submit(
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise AshlError(
             f"--launcher submitit_{cluster}: the queue did not take {len(jobs)} runs ({reason});"
-            " the same command runs them"
+            " mend the cause, and the same command runs them"
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
