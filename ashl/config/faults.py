@@ -67,7 +67,8 @@ class Guard:
     """Context that reports an exception inside as the fault of the first of `parts` that is the
     user's own.
 
-    Args: `parts` are (group, dotted name), the called part first; `place` names worker and step.
+    Args: `parts` are (group, dotted name), the called part first; `place` names worker and step; ""
+    while the model is made, when the caller reports a lack of memory.
     """
 
     __slots__ = ("parts", "place")
@@ -88,9 +89,9 @@ class Guard:
         ):
             return
         if is_out_of_memory(error):
-            raise AshlError(
-                f"{self.place or self.parts[0][0]}: {MEMORY_FIX} ({error_text(error)})"
-            ) from error
+            if not self.place:
+                return
+            raise AshlError(f"{self.place}: {MEMORY_FIX} ({error_text(error)})") from error
         own = next(
             (part for part in self.parts if part[1] and not part[1].startswith("ashl.")), None
         )

@@ -241,6 +241,8 @@ def member_weights(
 
 
 def normalise_weights(stage: StageConfig, workers: Sequence[WorkerPlan]) -> list[float]:
+    if not workers:
+        return []
     weights = stage.aggregate.weigh(workers)
     try:
         total = sum(weights)

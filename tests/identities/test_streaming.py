@@ -12,7 +12,7 @@ from ashl.planning.instantiate import (
     fragments_of,
     layer_groups,
     parts_of,
-    size_only_trainer,
+    size_only_trainers,
 )
 from tests.support import planned, simulated
 
@@ -100,7 +100,7 @@ def test_fragments_are_whole_layer_groups_and_balanced(model: tuple[str, ...], c
         return
     plan = planned(*chosen, "sync=local_sgd", "overlap=streaming", f"overlap.fragments={count}")
     fragments = fragments_of(
-        plan, parts_of(plan).stages[0], size_only_trainer(plan, parts_of(plan), 100)
+        plan, parts_of(plan).stages[0], size_only_trainers(plan, parts_of(plan), 100)[0]
     )
     assert sorted(run for held in fragments for run in held.runs) == sorted(
         (g.start, g.stop) for g in groups
