@@ -462,6 +462,11 @@ def parse_override(text: str, known: Catalog) -> Override:
     try:
         return _parse_cached(quote_value(text))
     except HydraException as error:
+        if value.endswith(","):  # the shell has ended the setting at a blank
+            raise UsageError(
+                f"{text} cannot be read: it ends with a comma; write a list without blanks, as in"
+                f" '{key}=[1,2]', and values of a sweep as in {key}=1,2"
+            ) from error
         twice = shlex.quote(f'{key}="{value}"')
         raise UsageError(
             f"{text} cannot be read: its brackets do not match, a value is missing beside a comma"

@@ -5,9 +5,10 @@ the hook and blocks without it take turns. Printed: milliseconds a step of both,
 Each is the lower decile of all steps, which other programs of the machine delay least. Then: after
 how many seconds `ashl watch` names a rank that is slower by half.
 
-    python -m tests.benchmarks.watch
+    python -m tests.benchmarks.watch --runs 5
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -25,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ashl.watch.watch import FOLDER, HOOK
 from tests.benchmarks.ddp_hook import on_loopback
+from tests.benchmarks.table import show, write_csv
 from tests.engines import free_port
 
+COLUMNS = ("run", "a step without", "with", "overhead", "the slower rank is named after")
 TURNS, STEPS = 60, 20  # a turn has two blocks, of so many steps each
 
 
@@ -85,17 +88,30 @@ def time_to_verdict() -> float:
     return float("inf")
 
 
-def main() -> None:
+def overhead() -> tuple[float, float]:
+    """Return the milliseconds of a step (without the hook, with it)."""
     command = [sys.executable, "-m", "tests.benchmarks.watch", "rank"]
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"PYTHONPATH": f"{HOOK}{os.pathsep}{os.getcwd()}", FOLDER: folder}
         found = json.loads(on_loopback(command).splitlines()[-1])
         del os.environ[FOLDER]
-    without, hooked = (1e3 * found[name] for name in ("without", "with"))
-    print(
-        f"without {without:.2f} ms a step, with {hooked:.2f}: overhead {hooked / without - 1:.2%}"
-    )
-    print(f"a rank slower by half is named after {time_to_verdict():.1f} s")
+    return 1e3 * found["without"], 1e3 * found["with"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--save", type=Path, help="folder for watch.csv")
+    asked = parser.parse_args()
+    rows = []
+    for run in range(1, asked.runs + 1):
+        without, hooked = overhead()
+        named_s = time_to_verdict()
+        ms = f"{without:.2f} ms", f"{hooked:.2f} ms"
+        rows.append((str(run), *ms, f"{100 * (hooked / without - 1):.2f} %", f"{named_s:.1f} s"))
+    show("A DDP script with the hook of `ashl watch`", COLUMNS, rows, "two ranks over gloo")
+    if asked.save is not None:
+        write_csv(asked.save / "watch.csv", COLUMNS, rows)
 
 
 if __name__ == "__main__":

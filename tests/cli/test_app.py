@@ -93,7 +93,7 @@ def test_help_fills_the_lines_of_any_terminal(name: str, monkeypatch, capsys) ->
         ("launch --on foo -- train", "unknown engine; take one of ssh, slurm, "),
         ("sweep --search 0", "; `ashl sweep --help` shows what there is."),
         ("sweep seed=choice()", "or in brackets"),
-        ("sweep sync=bsp,", "a value is missing beside a comma"),
+        ("sweep sync=bsp,", "it ends with a comma; write a list without blanks"),
         ("train cluster.compute=[1,2", "do not match"),
         ("train cluster.compute=3 runtime=sim", "for example 'cluster.compute=[3]'"),
         ("train name=a(b", "quote the value twice, as in 'name="),
