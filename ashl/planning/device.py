@@ -97,15 +97,18 @@ def sums_vectors(topology: Topology) -> bool:
     return isinstance(topology, AllReduce | PartialAllReduce)
 
 
+def num_with_vectors(plan: Plan, topology: Topology) -> int:
+    """Return the number of ranks that exchange vectors: workers and servers, but no coordinator."""
+    return plan.num_ranks if topology.has_server else plan.num_workers
+
+
 def have_own_gpus(gpus: Sequence[object], plan: Plan, parts: Parts) -> bool:
-    """Return True if each rank that exchanges vectors has a GPU of its own, which NCCL needs. A
-    coordinator exchanges none.
+    """Return True if each rank that exchanges vectors has a GPU of its own, which NCCL needs.
 
     Args: gpus, by rank; None: the rank has none.
     Raises: UsageError if the runtime asks for NCCL and they have not.
     """
-    has_server = parts.stages[0].topology.has_server
-    gpus = gpus if has_server else gpus[: plan.num_workers]
+    gpus = gpus[: num_with_vectors(plan, parts.stages[0].topology)]
     apart = None not in gpus and len({*gpus}) == len(gpus)
     if parts.runtime.backend == "nccl" and not apart:
         raise UsageError(

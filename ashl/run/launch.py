@@ -63,14 +63,15 @@ def check_local(plan: Plan, parts: Parts) -> None:
     runtime = parts.runtime
     check_loopback("runtime=local")
     find_configured(runtime.interface)
-    devices = devices_of(plan, runtime)[: plan.num_workers]
+    all_devices = devices_of(plan, runtime)
+    devices = all_devices[: plan.num_workers]
     if runtime.share_gpu is False and HOST not in devices and len(set(devices)) < len(devices):
         raise UsageError(
             f"{len(devices)} workers on {len(set(devices))} GPUs, and runtime.share_gpu is false;"
             " take as many workers as there are GPUs, or runtime.share_gpu=true"
         )
     # raises UsageError if runtime.backend=nccl and ranks share a GPU
-    have_own_gpus([*map(gpu_index, devices_of(plan, runtime))], plan, parts)
+    have_own_gpus([*map(gpu_index, all_devices)], plan, parts)
 
 
 def devices_of(plan: Plan, runtime: Any) -> list[str]:

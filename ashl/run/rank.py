@@ -40,7 +40,13 @@ from ashl.plan.plan import Plan
 from ashl.planning.compatibility import (
     survives_failure,
 )
-from ashl.planning.device import device_of, sums_vectors, use_device, uses_nccl
+from ashl.planning.device import (
+    device_of,
+    num_with_vectors,
+    sums_vectors,
+    use_device,
+    uses_nccl,
+)
 from ashl.planning.instantiate import Parts, assemble_job, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import StoreAddress, StoreClient
@@ -411,7 +417,7 @@ def make_kernel(
     hierarchy = None if nodes is None else hierarchy_of(nodes)
     payloads = None
     if nccl and not sums_by_nccl:
-        pairs = pairs_of(stages, plan.num_ranks if stage.topology.has_server else plan.num_workers)
+        pairs = pairs_of(stages, num_with_vectors(plan, stage.topology))
         payloads = make_nccl_payloads(settings.rank, pairs, settings.device)
 
     def make_group(

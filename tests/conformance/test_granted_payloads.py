@@ -118,7 +118,7 @@ class Carried(NamedTuple):
     """The results of one rank after a run."""
 
     steps: int | None  # counted steps, at the rank that counts
-    sha256: str | None  # of this rank's part of the last model
+    sha256: str | None  # hash of this rank's part of the last model
     payloads: dict[int, int]  # carried from and to each peer
     groups: list[tuple[int, ...]]  # process groups that it has made for sums
 
@@ -131,22 +131,21 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NO_TIMEOUT)
     jobs = [assemble_job(Plan.from_json(plan), HOST) for plan in plans]
-    with_vectors = ranks if jobs[0].has_server else len(jobs[0].stages[0].workers)
-    carrier = Strict(rank, pairs_of(jobs[0].stages, with_vectors))
-    groups, rounds = list[tuple[int, ...]](), list[int]()
-
-    def make(members: tuple[int, ...]) -> dist.ProcessGroup:
-        groups.append(members)
-        name = f"{len(rounds)}/{members}"
-        group = make_group(name, store, members.index(rank), len(members), lambda: False)
-        assert group is not None
-        return group
+    stages = jobs[0].stages
+    count = device.num_with_vectors(Plan.from_json(plans[0]), stages[0].topology)
+    carrier = Strict(rank, pairs_of(stages, count))
 
     def played(number: int, job: Job) -> Carried:
         before, seen = dict(carrier.begun), Seen()
-        carrier.thread = None
-        groups.clear()
-        rounds.append(number)
+        carrier.thread, groups = None, list[tuple[int, ...]]()
+
+        def make(members: tuple[int, ...]) -> dist.ProcessGroup:
+            groups.append(members)
+            name = f"{number}/{members}"
+            group = make_group(name, store, members.index(rank), len(members), lambda: False)
+            assert group is not None
+            return group
+
         kernel = TorchKernel(
             rank,
             seen,
@@ -164,7 +163,7 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
         kernel.close_connections(10)
         payloads = {peer: count - before[peer] for peer, count in carrier.begun.items()}
         steps = sum(seen.end.steps_by) if seen.end else None
-        return Carried(steps, seen.sha256, payloads, [*groups])
+        return Carried(steps, seen.sha256, payloads, groups)
 
     say(end, store, rank, ranks, lambda: ([played(*run) for run in enumerate(jobs)], None, {}))
 
