@@ -867,13 +867,10 @@ def find_written(
     """Return the names of parameters written to between two calls of `copy_parameters`."""
     pairs = ((name, before[name], after[name]) for name in before if name in after)
     return tuple(
-        name for name, old, new in pairs if old[0] != new[0] or not is_equal(old[1], new[1])
+        name
+        for name, old, new in pairs
+        if old[0] != new[0] or not torch.allclose(old[1], new[1], 0, 0, equal_nan=True)
     )
-
-
-def is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors are equal, where NaN equals NaN."""
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def move_split(split: Split, device: str) -> Split:
