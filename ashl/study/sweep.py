@@ -5,7 +5,7 @@ The same grid finds the same folder again and runs only what is missing there.
 
 import hashlib
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,10 +153,8 @@ def sweep(
                 contest = Race(grid.settings, folder, record, protected, progress.print_line)
             run_missing(grid.settings, folder, missing, pool, progress, to_tracker, contest)
             dropped = contest.dropped_hashes if contest else ()
-            ran = [setting for setting in grid.settings if setting.hash not in dropped]
-            unrecorded = sum(read_summary(folder / setting.hash) is None for setting in ran)
-            found = conclude(folder, grid.settings, command, console, baseline)
-            return found._replace(unrecorded=unrecorded)
+            ran = {setting.hash for setting in grid.settings}.difference(dropped)
+            return conclude(folder, grid.settings, command, console, baseline, ran)
 
 
 def begin_record(
@@ -275,26 +273,31 @@ def conclude(
     command: CommandLine,
     console: Console,
     baseline: str | None = None,
+    ran: Collection[str] = (),
 ) -> SweepOutcome:
     """Print the answer of a sweep whose runs have ended, write its report, and return its
     outcome.
+
+    Args: ran, hashes of the runs that should have left a record.
     """
-    summaries = [read_summary(folder / setting.hash) for setting in settings]
-    known = [summary for summary in summaries if summary]
+    summaries = {setting.hash: read_summary(folder / setting.hash) for setting in settings}
+    known = [summary for summary in summaries.values() if summary]
+    unrecorded = sum(summaries[run] is None for run in ran)
+    outcome = SweepOutcome(folder, known, None, "", unrecorded)
     try:
         board = rank(read_study([folder]), baseline=baseline)
     except UsageError as error:  # no run has finished
         print_unwrapped(console, str(error))
-        return SweepOutcome(folder, known, None, "")
+        return outcome
     report = write_report(board, command=str(command))
     tables.print_leaderboard(console, board)
     print_unwrapped(console, f"report  {report}")
     first = board.ranked_rows[0]
     if not math.isfinite(first.spread.middle):
-        return SweepOutcome(folder, known, board, "")
+        return outcome._replace(board=board)
     winner = next(setting for setting in settings if setting.hash == first.runs[0].hash)
     own = [text for text in winner.overrides if key_of(text) not in ("run.dir", "sweep")]
-    return SweepOutcome(folder, known, board, command.follow_up("train", *own))
+    return outcome._replace(board=board, winner=command.follow_up("train", *own))
 
 
 @contextmanager
