@@ -234,12 +234,13 @@ def _error_sentence(error: Exception) -> str:
     if isinstance(error, AshlError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        if error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if error.filename and is_full:
             reason = error.strerror.lower()
             return f"{error.filename} cannot be written ({reason}); free some space."
         if error.filename and error.errno in NO_PLACE:
             return f"{error.filename} cannot be used ({error.strerror.lower()}); name another path."
-        fix = "; free some space." if error.errno in (errno.ENOSPC, errno.EDQUOT) else "."
+        fix = "; free some space." if is_full else "."
         return error.strerror + (f": {error.filename}" if error.filename else "") + fix
     return (
         f"{type(error).__name__}: {' '.join(str(error).split())}; this is a bug in ashl, --debug"

@@ -115,7 +115,7 @@ def profile_once(
     path = folder / "profile.json"
     if not path.exists():
         with writing(folder), jsonl.hold_lock(folder / METRICS):
-            shutil.rmtree(folder, ignore_errors=True)  # what an interrupted call has left there
+            shutil.rmtree(folder, ignore_errors=True)  # remains of an interrupted call
         own = {**config, "run": {**config["run"], "dir": str(folder)}}
         profile(own, overrides, quiet=True, codecs=codecs)
     return path

@@ -167,7 +167,7 @@ class LivenessMonitor:
             case RankError():
                 self.errors.append(record)
             case _:
-                pass  # of a rejoin that is abandoned: the worker reported it too late
+                pass  # the controller abandoned this rejoin before the worker reported it
 
     def adjust_clock_zero(self, record: Record) -> None:
         """Estimate the controller time of the run's zero from a heartbeat."""

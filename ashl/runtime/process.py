@@ -69,8 +69,9 @@ from ashl.runtime.transport import DeliveryReceipt, HostPayloads, PeerConnection
 # a rank that is behind its declared pace by less than this counts as on time
 ON_TIME_NS = 2_000_000
 LINGER_S = 0.01  # seconds between two checks whether the run is over
-FAILURE_WAIT_S = 10.0  # seconds from a broken collective or connection to the next epoch, at most.
-# Time in which the controller evaluates, and looks for no failures, does not count.
+# Longest time in seconds from a broken collective or connection to the next epoch. While the
+# controller evaluates, it looks for no failures, and that time does not count.
+FAILURE_WAIT_S = 10.0
 T = TypeVar("T")
 # returns the process group of the members of an epoch; None if there is one member, or once the
 # function that it is given returns True

@@ -376,8 +376,8 @@ class RankContext:
         experiment time.
 
         If every worker has its own model, models with the same `tick` form one evaluation, and
-        `without` lists the workers that have none among them. A model of after the budget of
-        seconds is not evaluated, unless it is the final one.
+        `without` lists the workers that have none among them. A model later than the budget
+        of seconds is not evaluated, unless it is the final one.
         """
         at_ns = self.now_ns if time_ns is None else time_ns
         if at_ns > self.time_accounting.limit_ns and not final:
