@@ -25,6 +25,8 @@ from yaml.constructor import ConstructorError
 
 from ashl.errors import UsageError
 
+# libyaml's loader is six times as fast, if it was built
+SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PACKAGE = Path(__file__).resolve().parents[1]
 MERGE = "tag:yaml.org,2002:merge"  # YAML's tag of `<<`
 RECURSIVE = "found unconstructable recursive node"  # PyYAML's message
@@ -131,7 +133,7 @@ def parameters(file: Path) -> list[Parameter]:
     """
     load_yaml(file)  # checks it
     text = read_text(file)
-    root = yaml.compose(text)
+    root = yaml.compose(text, SafeLoader)
     own = list(_leaves(root, "", text.splitlines())) if isinstance(root, yaml.MappingNode) else []
     inherited: dict[str, Parameter] = {}
     for parent in parents(file):
@@ -244,7 +246,7 @@ def head_comment(file: Path) -> str:
     )
 
 
-class CheckedLoader(yaml.SafeLoader):
+class CheckedLoader(SafeLoader):
     """A loader that refuses a key that a mapping has twice, and an anchor that contains itself."""
 
     def construct_document(self, node: yaml.Node) -> Any:

@@ -5,12 +5,7 @@ from typing import Any
 
 import yaml
 
-try:
-    from yaml import CSafeLoader as SafeLoader  # six times as fast, if it was built
-except ImportError:
-    from yaml import SafeLoader
-
-from ashl.config.catalog import catalog
+from ashl.config.catalog import SafeLoader, catalog
 from ashl.config.flat import PRESETS
 from ashl.errors import UsageError
 
