@@ -43,7 +43,6 @@ FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 SETTING = re.compile(r"(?<![\w`.])[a-z_]+(?:\.[a-z_0-9]+)*=(?:\[[^\]]*\]|[^\s,;()]+)")
 LABEL = re.compile(r"^([A-Z][\w ]{2,20}):(?=\s|$)")  # of a paragraph of a card
 FILES = (".json", ".yaml", ".py")
-MANY = 3  # more defaults than so many are not listed beside a key
 
 
 def prose(text: str) -> str:
@@ -156,15 +155,15 @@ def keys(group: str) -> list[str]:
 
 
 def default(values: dict[str, str]) -> str:
-    """The most usual value, then the others with the options that have them."""
+    """The value that most options have, then the others with their options; one option is named."""
     by_value: dict[str, list[str]] = defaultdict(list)
     for option, value in values.items():
         by_value[value].append(option)
-    if len(by_value) > MANY:
-        return "by option"
     usual, *others = sorted(by_value, key=lambda value: -len(by_value[value]))
+    named = others if len(by_value[usual]) > 1 or not others else [usual, *others]
     return ", ".join(
-        [f"`{usual}`", *(f"`{value}` ({', '.join(by_value[value])})" for value in others)]
+        [f"`{usual}`"] * (usual not in named)
+        + [f"`{value}` ({', '.join(by_value[value])})" for value in named]
     )
 
 
