@@ -205,18 +205,17 @@ def docstrings(name: str) -> tuple[str, str]:
 
 
 def summary(file: Path) -> str:
-    """Return one line about an option.
+    """Return the first paragraph about an option, as one line.
 
-    It is the comment at the head of its file, else the first paragraph of the docstring of its
-    module or class.
+    It is that of the comment at the head of its file, else of the docstring of its module or class.
     """
-    if text := head_comment(file):
-        return text.partition("\n")[0]
-    name = target(file)
-    module, attribute = docstrings(name)
-    # A method's own module is about it, a shared module about all of its methods.
-    is_own = name.split(".")[-2:-1] == [file.stem]
-    text = (module or attribute) if is_own else (attribute or module)
+    text = head_comment(file)
+    if not text:
+        name = target(file)
+        module, attribute = docstrings(name)
+        # A method's own module is about it, a shared module about all of its methods.
+        is_own = name.split(".")[-2:-1] == [file.stem]
+        text = (module or attribute) if is_own else (attribute or module)
     return " ".join(text.partition("\n\n")[0].split())
 
 

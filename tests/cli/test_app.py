@@ -248,7 +248,8 @@ def test_list_and_cfg_agree_on_what_is_default(capsys) -> None:
 @pytest.mark.parametrize("group", catalog.catalog())
 def test_every_option_has_a_card(group: str, capsys) -> None:
     for number, (option, file) in enumerate(catalog.catalog()[group].items()):
-        assert catalog.summary(file), f"{file}: no docstring and no comment at its head"
+        about = catalog.summary(file)
+        assert about.endswith((".", "?")), f"{file}: {about!r} is not a whole sentence"
         if number >= 2:
             continue
         assert main(["list", group, option]) == 0
