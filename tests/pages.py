@@ -194,6 +194,17 @@ def cards(group: str) -> str:
     return "\n\n".join(parts)
 
 
+def method_names(_: str) -> str:
+    """All options that have a card on a page of methods, by name, with a link to it."""
+    rows = [
+        f"| [`{option}`](methods/{group}.md#{option}) | `{group}` | {cell(summary(file))} |"
+        for group, options in catalog().items()
+        if (DOCS / "reference" / "methods" / f"{group}.md").is_file()
+        for option, file in options.items()
+    ]
+    return "\n".join(["| option | group | in words |", "| --- | --- | --- |", *sorted(rows)])
+
+
 def with_links(card: str, options: Mapping[str, Path]) -> str:
     """A card whose alternatives of the same group lead to their cards."""
 
@@ -375,6 +386,7 @@ def support_matrix(_: str) -> str:
 SOURCES: dict[str, Callable[[str], str]] = {
     "conf": option_tables,
     "cards": cards,
+    "names": method_names,
     "csv": result_table,
     "help": command_help,
     "record": record_fields,
