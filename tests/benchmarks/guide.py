@@ -31,7 +31,7 @@ HEAD = ("take", "cluster", "rate", "seconds to 95 %", "times as fast as BSP", "M
 
 def read_commands(text: str) -> list[tuple[str, list[str]]]:
     """Return each method of the guide's table with the settings of its command."""
-    rows = re.findall(r"^\|[^|]*\|[^|]*\| ([^|]+) \| `ashl train ([^`|]+)` \|$", text, re.M)
+    rows = re.findall(r"^\|(?:[^|]*\|){4} ([^|]+) \| `ashl train ([^`|]+)` \|$", text, re.M)
     return [(method, shlex.split(settings)) for method, settings in rows]
 
 
