@@ -165,17 +165,16 @@ def describe(target: Target) -> str:
 def time_reached(run: Run, target: Target) -> tuple[float, float]:
     """Return the time at which a run reached a target, and the time of the evaluation before it.
 
-    It is reached by `hold` consecutive evaluations, and the time is that of the last one. The time
-    is infinite if the target was not reached. A run that has several targets counts the evaluations
-    of each by itself; here an evaluation counts that meets any of them.
+    It is reached by `hold` consecutive evaluations, and the time is that of the first of them. The
+    time is infinite if the target was not reached. A run that has several targets counts the
+    evaluations of each by itself; here an evaluation counts that meets any of them.
     """
-    held, before = 0, 0.0
-    for row in run.metrics:
-        held = held + 1 if target.is_met(row) else 0
-        if held == target.hold:
-            return row["time_s"], before
-        before = row["time_s"]
-    return math.inf, before
+    times = [0.0, *(row["time_s"] for row in run.metrics)]
+    met = [target.is_met(row) for row in run.metrics]
+    for place in range(len(met) - target.hold + 1):
+        if all(met[place : place + target.hold]):
+            return times[place + 1], times[place]
+    return math.inf, times[-1]
 
 
 def time_to_target(target: Target, recomputed: bool) -> Measure:

@@ -46,7 +46,7 @@ from ashl.tracking.recorder import METRICS, writing
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 18
+SCHEMA = 19
 TRUNCATED = "truncated"  # manifest key: True once later records than the checkpoint are removed
 # manifest keys, in the order of the fields of `Checkpoint`
 CHECKPOINT_KEYS = ("how", "time_ns", "sizes", "ranks_ns", "lead_ns", "absent")
@@ -369,8 +369,8 @@ def read_monitor_state(saved: Checkpoint, limits: Limits) -> dict[str, Any]:
     found = [one for one in run_state.evaluations if one.time_s <= until_s]
     if len(found) < len(run_state.evaluations):
         target = Target()
-        for one in found:
-            target.judge(limits, one)
+        for count in range(1, len(found) + 1):
+            target.judge(limits, found[:count])
         best = run_state.best if best_of(found) is best_of(run_state.evaluations) else None
         state["run_state"] = replace(
             run_state, evaluations=found, scores=scores_of(found), best=best, target=target

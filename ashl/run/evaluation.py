@@ -75,35 +75,34 @@ class Evaluation:
 
 @dataclass
 class Target:
-    """The targets of a run, and the time at which the first of them was reached.
+    """The time at which a run reached the first of its targets.
 
-    A target is reached once `stop.target_consecutive_evals` consecutive evaluations meet it. Each
-    target has its own count. The time is that of the last evaluation counted.
+    A target is reached once the last `stop.target_consecutive_evals` evaluations have all met it.
+    The time is that of the first of these evaluations: the later ones only confirm it, and a method
+    that merges seldom would wait longer for them.
     """
 
-    # consecutive evaluations that meet a target, by target
-    held: dict[str, int] = field(default_factory=dict)
     reached_s: float | None = None  # run time of the first target that was reached
 
-    def judge(self, limits: Limits, found: Evaluation) -> str | None:
-        """Return the name of the target that this evaluation is the first to reach, else None.
+    def judge(self, limits: Limits, evaluations: Sequence[Evaluation]) -> str | None:
+        """Return the name of the target that the last evaluation is the first to confirm, else
+        None.
 
         `target_loss` is a bound on the training loss. Once a target was reached, the result is
         always None.
         """
-        met = {
-            "target_accuracy": at_least(found.test_accuracy, limits.target_accuracy),
-            "target_loss": at_least(limits.target_loss, found.train_loss),
-            "target_metric": found.reaches(limits.target_metric),
-        }
-        self.held = {name: self.held.get(name, 0) + 1 if hit else 0 for name, hit in met.items()}
-        reached = [
-            name for name, held in self.held.items() if held >= limits.target_consecutive_evals
-        ]
-        if not reached or self.reached_s is not None:
+        last = evaluations[-limits.target_consecutive_evals :]
+        if self.reached_s is not None or len(last) < limits.target_consecutive_evals:
             return None
-        self.reached_s = found.time_s
-        return reached[0]
+        met = {
+            "target_accuracy": [at_least(e.test_accuracy, limits.target_accuracy) for e in last],
+            "target_loss": [at_least(limits.target_loss, e.train_loss) for e in last],
+            "target_metric": [e.reaches(limits.target_metric) for e in last],
+        }
+        name = next((name for name, hits in met.items() if all(hits)), None)
+        if name is not None:
+            self.reached_s = last[0].time_s
+        return name
 
 
 def count_rises(losses: Sequence[float]) -> float:

@@ -332,7 +332,7 @@ class Monitor:
         found = self.score(params, record.time_ns / 1e9, counts.merges, distance)
         if record.final:
             self.final = self.with_divergence(counts, found, params)
-        hit = self.run_state.target.judge(self.plan.limits, found)
+        hit = self.run_state.target.judge(self.plan.limits, self.run_state.evaluations)
         self.stop_reason = self.stop_reason or hit
         if self.stop_reason is None and is_out_of_patience(
             self.plan.limits, self.run_state.evaluations

@@ -157,7 +157,8 @@ def summarise(
         "metric": recorded_name(monitor.job.parts.task.metric) or None,
         # true if higher values of the metric are better
         "higher_is_better": monitor.job.parts.task.higher_is_better,
-        # targets of `stop.*`, and the time at which they were reached
+        # targets of `stop.*`, and the time of the first of the consecutive evaluations that reached
+        # one
         "target_accuracy": plan.limits.target_accuracy,
         "target_loss": plan.limits.target_loss,
         "target_metric": plan.limits.target_metric,
