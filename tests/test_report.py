@@ -249,10 +249,28 @@ def test_a_difference_below_one_evaluation_is_none(tmp_path) -> None:
         ranked(sweep(tmp_path, bsp=(2.0, 2.0, 2.0), ssp=(1.95, 1.95, 1.95)))
     )  # evaluated every 0.1 s
     assert any(
-        "less than the distance between two evaluations, 0.0975 s" in sentence
+        "less than the time between two evaluations of the second, 0.1 s" in sentence
         for sentence in said.sentences
     )
     assert any("eval.every_s" in sentence for sentence in said.sentences)
+
+
+@pytest.mark.parametrize(("seldom", "doubtful"), [("bsp", True), ("ssp", False)])
+def test_the_interval_of_the_slower_setting_counts(tmp_path, seldom: str, doubtful: bool) -> None:
+    """A setting that was evaluated at 1.35 s and 1.8 s may have reached it before 1.55 s."""
+    folders = [
+        write_run(
+            tmp_path / f"{sync}-{seed}",
+            seed=seed,
+            reach_s=reach_s,
+            every_s=0.45 if sync == seldom else 0.05,
+            choices={"sync": sync},
+        )
+        for sync, reach_s in (("bsp", 1.8), ("ssp", 1.55))
+        for seed in range(3)
+    ]
+    board = ranked(*folders)
+    assert [row.label for row in board.indistinguishable_rows] == ["bsp"] * doubtful
 
 
 @pytest.mark.parametrize(

@@ -205,9 +205,15 @@ def describe_doubt(board: Leaderboard) -> tuple[str, ...]:
         why = f"{begin} the difference may be chance ({test}, {result})."
         need = _describe_seeds(board, found)
     else:
-        apart = seconds(board.resolution_s)
-        why = f"{begin} they differ by less than the distance between two evaluations, {apart}."
-        need = "For certainty, evaluate more often (eval.every_s), or choose a higher target."
+        apart = seconds(board.resolution_s(board.ranked_rows[1]))
+        why = (
+            f"{begin} they differ by less than the time between two evaluations of the second,"
+            f" {apart}."
+        )
+        need = (
+            "For certainty, evaluate more often (eval.every_s; at most once per merge), or choose a"
+            " higher target."
+        )
     if found.low is None:
         need = "For certainty, allow longer runs, more seeds, or a lower target (--target)."
     return why, need

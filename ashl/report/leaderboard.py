@@ -164,7 +164,8 @@ class Leaderboard:
     def indistinguishable_rows(self) -> tuple[Row, ...]:
         """The rows that may be as good as the first, at a level of 5 % for all of them together.
 
-        They include rows whose difference is below the time between two evaluations.
+        They include rows that may have reached the target as early as the first, see
+        `is_too_close`.
         """
         return tuple(
             row
@@ -173,16 +174,20 @@ class Leaderboard:
         )
 
     def is_too_close(self, row: Row) -> bool:
-        """Return True if a row differs from the first by less than the time between evaluations."""
+        """Return True if a row differs from the first by less than the time between its own
+        evaluations: it may have reached the target before the first did, and was not evaluated.
+        """
+        resolution_s = self.resolution_s(row)
         gap_s = abs(row.spread.middle - self.ranked_rows[0].spread.middle)
-        return self.resolution_s is not None and gap_s < self.resolution_s
+        return resolution_s is not None and gap_s < resolution_s
 
-    @cached_property
-    def resolution_s(self) -> float | None:
-        """Mean seconds between the two evaluations around the winner's time to target."""
+    def resolution_s(self, row: Row) -> float | None:
+        """Return the mean seconds between the evaluation at which a row reached the target and the
+        evaluation before it.
+        """
         if self.target is None:
             return None
-        found = [time_reached(run, self.target) for run in split_readable(self.rows[0].runs)[0]]
+        found = [time_reached(run, self.target) for run in split_readable(row.runs)[0]]
         gaps = [at_s - before_s for at_s, before_s in found if math.isfinite(at_s)]
         return fmean(gaps) if gaps else None
 

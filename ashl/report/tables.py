@@ -228,7 +228,8 @@ def row_document(board: Leaderboard, part: Leaderboard, row: Row) -> dict[str, A
         # a rank and without a common seed
         "first_against_it": None if behind is None else asdict(behind),
         # true if the setting may be as good as the first, at a level of 5 % by Holm's correction. A
-        # difference below the time between two evaluations counts as none
+        # difference below the time between this setting's evaluation at the target and the one
+        # before counts as none
         "indistinguishable_from_first": row in part.indistinguishable_rows,
         # means and standard deviations over seeds of the values of `summary.json`
         "means": row.means,
