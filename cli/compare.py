@@ -39,7 +39,7 @@ def compare(
         typer.Option(
             help=(
                 "Judge by the time to this accuracy, for example 0.9, or to this value of the"
-                " task's metric."
+                " task's metric, with stop.target_consecutive_evals as the runs have it."
             )
         ),
     ] = None,

@@ -654,6 +654,22 @@ def test_hold_counts_for_all(tmp_path) -> None:
     assert len(ranked(*folders, target=0.9).rows) == 2
 
 
+def test_a_requested_target_keeps_the_number_of_evaluations(tmp_path) -> None:
+    """The accuracy is 87.4 % at 0.9 s and 90 % at 1 s, where the run ends."""
+    folders = [
+        write_run(tmp_path / n, values={"stop.target_consecutive_evals": h}, choices={"sync": n})
+        for n, h in (("bsp", 1), ("ssp", 2))
+    ]
+    metrics = folders[1] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + metrics.read_text().splitlines()[-1] + "\n")
+    assert ranked(*folders, target=0.87).measure.title == "time to 87.0 % accuracy", "the least"
+    board = ranked(folders[1], target=0.87)
+    assert board.measure.title == "time to 87.0 % accuracy, 2 times in a row"
+    assert board.rows[0].spread.middle == pytest.approx(0.9), "the first of the two"
+    board = ranked(folders[1], target=0.88)
+    assert board.rows[0].num_reached == 0, "the last line repeats an evaluation"
+
+
 def test_an_environment_that_has_no_name_is_elsewhere(tmp_path) -> None:
     lines = [
         ({"compression": c, "cluster.bandwidth_mbit_s": "1"}, 1.0 + i)

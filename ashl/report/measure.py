@@ -105,12 +105,13 @@ def target_of(runs: Sequence[Run], target: float | None) -> Target | None:
     Raises: UsageError if the runs have different targets.
     """
     if target is not None:
+        hold = common_hold(runs)
         if own := common_metric(runs):
-            return Target(metric=(target, *own))
+            return Target(metric=(target, *own), hold=hold)
         if not 0 < target <= 1:
             problem = "is no accuracy; give a share, as in --target 0.9."
             raise UsageError(f"--target {target:g} {problem}")
-        return Target(target)
+        return Target(target, hold=hold)
     example = {own_target(run): run.name for run in reversed(runs)}
     found = sorted(example, key=str)
     if len(found) > 1:
@@ -126,11 +127,14 @@ def best_that_all_reach(settings: Sequence[Sequence[Run]]) -> tuple[Target, int]
     """Return the best accuracy that every run of every setting reaches, rounded down to half a
     point.
 
+    Each run reaches it in `common_hold` consecutive evaluations.
+
     Returns: the target and the number of settings that are ignored: those with a diverged run and,
     of three or more, those that stay `BEHIND` the median. None if there are no accuracies.
     """
+    hold = common_hold([run for runs in settings for run in runs])
     floors = [
-        min(max((row.get("test/acc") or 0.0 for row in run.metrics), default=0.0) for run in runs)
+        min(best_held_accuracy(run, hold) for run in runs)
         for runs in settings
         if runs and not any(run.dropped or run.summary["status"] == "diverged" for run in runs)
     ]
@@ -138,7 +142,14 @@ def best_that_all_reach(settings: Sequence[Sequence[Run]]) -> tuple[Target, int]
         return None
     near = [floor for floor in floors if len(floors) < 3 or floor >= median(floors) - BEHIND]
     share = math.floor(min(near) * STEPS + 1e-9) / STEPS
-    return (Target(share), len(settings) - len(near)) if share > 0 else None
+    return (Target(share, hold=hold), len(settings) - len(near)) if share > 0 else None
+
+
+def best_held_accuracy(run: Run, hold: int) -> float:
+    """Return the best accuracy that a run reaches in `hold` consecutive evaluations."""
+    found = [row.get("test/acc") or 0.0 for row in evaluations(run)]
+    windows = (found[place : place + hold] for place in range(len(found) - hold + 1))
+    return max(map(min, windows), default=0.0)
 
 
 def own_target(run: Run) -> Target:
@@ -148,8 +159,27 @@ def own_target(run: Run) -> Target:
         accuracy = bound
     if all(found is None for found in (accuracy, loss, metric)):
         return Target()
-    hold = int(run.config.get("stop.target_consecutive_evals") or 1)
-    return Target(accuracy, loss, metric, hold)
+    return Target(accuracy, loss, metric, own_hold(run))
+
+
+def own_hold(run: Run) -> int:
+    """Return the number of consecutive evaluations that must reach a run's target."""
+    return int(run.config.get("stop.target_consecutive_evals") or 1)
+
+
+def common_hold(runs: Sequence[Run]) -> int:
+    """Return the number of consecutive evaluations that must reach a target of all these runs.
+
+    If the runs have different numbers it is the least one, because a run may end at its own.
+    """
+    return min(map(own_hold, runs), default=1)
+
+
+def evaluations(run: Run) -> Sequence[Mapping[str, Any]]:
+    """Return the evaluations of a run, without its last line if that repeats the one before."""
+    rows = run.metrics
+    repeats = len(rows) > 1 and rows[-1].get("step") == rows[-2].get("step")
+    return rows[:-1] if repeats else rows
 
 
 def describe(target: Target) -> str:
@@ -169,8 +199,9 @@ def time_reached(run: Run, target: Target) -> tuple[float, float]:
     time is infinite if the target was not reached. A run that has several targets counts the
     evaluations of each by itself; here an evaluation counts that meets any of them.
     """
-    times = [0.0, *(row["time_s"] for row in run.metrics)]
-    met = [target.is_met(row) for row in run.metrics]
+    rows = evaluations(run)
+    times = [0.0, *(row["time_s"] for row in rows)]
+    met = [target.is_met(row) for row in rows]
     for place in range(len(met) - target.hold + 1):
         if all(met[place : place + target.hold]):
             return times[place + 1], times[place]
