@@ -12,11 +12,13 @@ epoch: every rank continues from its last safe point with the members of the epo
 Random faults: the k-th time to failure of worker i is Exp(mtbf_s), and the k-th time to repair
 Exp(mttr_s). Each is the k-th draw of the worker's own stream. A failure that would leave fewer than
 `min_workers` is skipped, and the next one is drawn. Faults never extend a run: it ends when all
-running workers have ended.
+running workers have ended. Without `stop.seconds`, a run in which workers fail too often for any
+merge ends with an error (`FAILURES_PER_MERGE`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -34,6 +36,9 @@ FIRST = -(2**60)  # places of events before all others of an instant
 # number of time budgets after which no worker fails at random: later work does not count, and the
 # run is about to end
 LAST_BUDGETS = 2
+# random failures between two merges, on average for each worker, that a run without a time budget
+# tolerates: after more of them it would hardly reach its limit
+FAILURES_PER_MERGE = 100
 
 
 class SavedFaults(NamedTuple):
@@ -82,6 +87,8 @@ class Churn:
         self._draws = Counter[int]()
         self.regroups = regroups
         self.failures = Counter[int]()  # failures of each worker so far
+        self._merges = 0  # of the run, the most that any rank has counted
+        self._failures_since_merge = 0  # random failures of all workers since then
         self.epoch = Epoch(0, tuple(range(len(cluster.compute))))
         if regroups:
             sim.failed_ns = {}
@@ -145,10 +152,27 @@ class Churn:
         else:
             remaining = len(self._workers_with_model() - {rank}) + 1
         if rank in self.sim.failed_ranks or remaining > self.min_workers:
+            if math.isinf(limit_ns):
+                self._check_merges(churn.mtbf_s)
             self.fail(rank, "random")
             self._schedule_random(rank, churn.mttr_s, self._rejoin_at_random)
         else:
             self._schedule_random(rank, churn.mtbf_s, self._fail_at_random)
+
+    def _check_merges(self, mtbf_s: float) -> None:
+        """Count a random failure. Raises: AshlError if far too many came since the last merge."""
+        counters = [ctx.counter for ctx in self.sim.contexts if ctx.counter is not None]
+        merges = max((one.progress.report().merges for one in counters), default=0)
+        if merges > self._merges:
+            self._merges, self._failures_since_merge = merges, 0
+        self._failures_since_merge += 1
+        if self._failures_since_merge > FAILURES_PER_MERGE * len(self.cluster.compute):
+            raise AshlError(
+                f"cluster.churn.mtbf_s={mtbf_s:g}: workers fail too often; no merge ended during"
+                f" the last {self._failures_since_merge} failures, until"
+                f" {self.sim.now_ns / 1e9:.6g} s; take a longer mtbf_s, shorter rounds, or"
+                " stop.seconds"
+            )
 
     def _rejoin_at_random(self, rank: int) -> None:
         churn = self.cluster.churn

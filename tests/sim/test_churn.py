@@ -178,6 +178,16 @@ def test_failures_at_random_never_end_a_run(topology: str) -> None:
     assert run(plan).records == ran.records
 
 
+def test_a_run_ends_if_workers_fail_too_often_for_any_merge() -> None:
+    """A step takes 0.02 s or more, and a worker fails after 0.001 s. A time budget ends it, too."""
+    churn = {"churn": {"mtbf_s": 0.001, "mttr_s": 0.005}}
+    line = (*RUN, "sync=asp", "runtime.gradients=false")
+    with pytest.raises(AshlError, match="no merge ended during the last 301 failures"):
+        run(with_events(planned(*line, "stop.steps=20"), **churn))
+    ran = run(with_events(planned(*line, "stop.seconds=1"), **churn))
+    assert ran.end["reason"] == "seconds"
+
+
 ALL_FAIL = (lost(0, 0.1), lost(1, 0.2), lost(2, 0.3))
 FEWER = r"2 of 3 workers are running, fewer than runtime\.min_workers=3"
 
