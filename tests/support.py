@@ -27,6 +27,7 @@ from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import (
     Record,
     Rounds,
+    RunEnding,
     Snapshot,
     WorkerFailed,
     WorkerRejoined,
@@ -67,6 +68,8 @@ class Ran:
                 self.keep(whole)
         elif self.parts is not None and isinstance(record, WorkerRejoined):
             self.parts.restore_worker(record.rank)
+        elif self.parts is not None and isinstance(record, RunEnding):
+            self.parts.end_ns = record.time_ns
 
     def keep(self, whole: EvaluatedModel) -> None:
         self.snapshots.append(

@@ -190,6 +190,7 @@ class ModelSet:
 
     num_workers: int  # with `shards`, the number of servers
     shards: bool = False  # True if several servers hold a shard of one model each
+    end_ns: float = math.inf  # end of the run, once it is decided; no evaluation is later
     # snapshots of incomplete evaluations, by tick and then by rank
     _parts: dict[int | None, dict[int, tuple[Snapshot, Vector | None]]] = field(
         default_factory=dict
@@ -202,7 +203,7 @@ class ModelSet:
         """Add a rank's snapshot; return the model once all of its snapshots are there, else None.
 
         The snapshot returned has the lead rank's counts. Its time is the latest time among the
-        parts; at the end of the run it is the lead rank's time.
+        parts, or the end of the run if that is sooner; for the last model, the lead rank's time.
         """
         tick, rank = snapshot.tick, snapshot.rank
         parts = self._parts.setdefault(tick, {})
@@ -255,7 +256,8 @@ class ModelSet:
         ):
             return None
         self._forget(tick)
-        time_ns = lead.time_ns if tick is None else max(part.time_ns for part, _ in parts.values())
+        latest_ns = max(part.time_ns for part, _ in parts.values())
+        time_ns = lead.time_ns if tick is None else int(min(latest_ns, self.end_ns))
         found = (concatenate(models), None) if self.shards else mean_of(models)
         return EvaluatedModel(lead._replace(time_ns=time_ns), *found)
 

@@ -48,6 +48,7 @@ from ashl.runtime.records import (
     Replan,
     Round,
     Rounds,
+    RunEnding,
     Snapshot,
     StageBoundary,
     StageEnd,
@@ -224,7 +225,7 @@ class Monitor:
                 self.record_membership(record)
             case TimeTotals():
                 self.final_totals[record.rank] = record
-            case StageEnd() | StageBoundary():
+            case StageEnd() | StageBoundary() | RunEnding():
                 self.record_stage(record)
             case CompressionReport():
                 self.run_state.compression.add(record)
@@ -242,9 +243,12 @@ class Monitor:
         self.plan = with_new_assignments(self.plan, record.first, record.stages)
         self.recorder.document("plan.json", self.plan.to_json())
 
-    def record_stage(self, record: StageEnd | StageBoundary) -> None:
-        """Record the end of a stage, or a worker's totals at a stage boundary."""
-        if isinstance(record, StageBoundary):
+    def record_stage(self, record: StageEnd | StageBoundary | RunEnding) -> None:
+        """Record the end of a stage or of the run, or a worker's totals at a stage boundary."""
+        if isinstance(record, RunEnding):
+            if self.run_state.parts is not None:
+                self.run_state.parts.end_ns = record.time_ns
+        elif isinstance(record, StageBoundary):
             while len(self.run_state.boundaries) <= record.stage:
                 self.run_state.boundaries.append({})
             self.run_state.boundaries[record.stage][record.rank] = record.totals_ns

@@ -112,6 +112,13 @@ class StageBoundary(NamedTuple):
     totals_ns: Totals
 
 
+class RunEnding(NamedTuple):
+    """The decision of a coordinator that the run ends, while other ranks may still send models."""
+
+    rank: int
+    time_ns: int
+
+
 class WorkerFailed(NamedTuple):
     """The failure of a worker, and its reason."""
 
@@ -295,6 +302,7 @@ Record = (
     Round
     | StageEnd
     | StageBoundary
+    | RunEnding
     | WorkerFailed
     | WorkerRejoined
     | TimeTotals

@@ -36,7 +36,14 @@ from ashl.runtime.rank_context import RankContext
 from ashl.stage.contract import GO, NEXT, PAUSE, STOP, StageConfig
 from ashl.stage.members import shared_members
 from ashl.stage.progress import FAILURE, RUN_END, RUN_START, Progress, ProgressMark
-from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
+from ashl.topology.ending import (
+    decide_end,
+    drop_reason,
+    end_time_ns,
+    leave_stage,
+    record_end,
+    stop_decision,
+)
 from ashl.topology.local_work import WorkerState, unmerged_steps
 
 SNAPSHOT, BYE = 5, 6  # further signals, in addition to NEXT, STOP and PAUSE
@@ -237,7 +244,7 @@ async def finish_stage(ctx: RankContext, stage: StageConfig, state: CoordinatorS
     counts.
     """
     progress, signal = state.progress, state.signal
-    progress.end_ns = end_time_ns(stage, ctx.now_ns)
+    progress.end_ns = decide_end(ctx, stage, signal)
     await broadcast_signal(ctx, stage, Signal(signal))
     working = set(ctx.members.ranks)
     while working:

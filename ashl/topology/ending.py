@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ashl.plan.plan import PATIENCE, TARGETS
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.records import StageBoundary, StageEnd
+from ashl.runtime.records import RunEnding, StageBoundary, StageEnd
 from ashl.stage.contract import GO, NEXT, PAUSE, STOP, StageConfig
 from ashl.stage.progress import RUN_END, STAGE_END, Progress, RunProgress
 
@@ -103,6 +103,17 @@ def drop_reason(signal: int) -> str:
 def end_time_ns(stage: StageConfig, now_ns: int) -> int:
     """Return the end time of a stage that ends now: at most the end of the budget."""
     return int(min(now_ns, stage.stop_criteria.deadline_ns))
+
+
+def decide_end(ctx: RankContext, stage: StageConfig, signal: int) -> int:
+    """Return the end time of a stage that a coordinator ends now with this signal.
+
+    The evaluator receives the end of the run before the models that ranks send until they know it.
+    """
+    end_ns = end_time_ns(stage, ctx.now_ns)
+    if signal == STOP:
+        ctx.emit(RunEnding(ctx.rank, end_ns))
+    return end_ns
 
 
 def stop_decision(

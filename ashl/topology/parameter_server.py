@@ -82,6 +82,7 @@ from ashl.stage.members import (
 from ashl.stage.program import apply_assignments, check_min_workers
 from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
 from ashl.topology.ending import (
+    decide_end,
     drop_reason,
     end_time_ns,
     leave_stage,
@@ -534,7 +535,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
             await reply_to_all(ctx, stage, state, rule.may_proceed(state.rule_state, progress))
     await drain_buckets(ctx, stage, state)
     await ctx.discard(*buckets)  # parts of pushes that will not be merged
-    end_ns = end_time_ns(stage, ctx.now_ns)
+    end_ns = decide_end(ctx, stage, state.signal)
     await tell_servers(ctx, stage, progress.version, state.signal, end_ns)
     await finish_stage(ctx, stage, state, state.signal, end_ns)
     record_end(ctx, stage, progress, state.reason)

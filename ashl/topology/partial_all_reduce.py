@@ -41,6 +41,7 @@ from ashl.stage.progress import Progress
 from ashl.topology import group_generator as generator
 from ashl.topology.coordinator import CoordinatorState, ReplicaState, gather_members, rejoin_members
 from ashl.topology.ending import (
+    decide_end,
     end_time_ns,
     leave_stage,
     record_end,
@@ -429,7 +430,7 @@ async def drain_groups(
     """
     progress, is_stop = state.progress, state.signal == STOP
     if is_stop:
-        progress.end_ns = end_time_ns(stage, ctx.now_ns)
+        progress.end_ns = decide_end(ctx, stage, STOP)
         for worker, (steps, _) in state.asked.items():
             state.drop(worker, steps)
     generator.close_groups(state.groups)

@@ -95,3 +95,13 @@ def test_what_is_predicted_is_what_comes(sync):
     assert planned(*overrides).stages[0].predicted_steps_per_s == pytest.approx(
         simulated(*overrides).steps_per_s, rel=0.03
     )
+
+
+def test_no_evaluation_is_later_than_the_end_of_the_run() -> None:
+    """The slow worker sends its models at 0.16 s, and the coordinator ends the run at 0.085 s."""
+    mode = ("topology=gossip", "sync=hop", "sync.staleness=2", "cluster.compute=[1,1,1,4]")
+    limits = ("stop.steps=13", "eval.every_commits=1", "runtime.gradients=false")
+    ran = simulated("schedule=single", "cluster=homogeneous", *mode, *limits)
+    times_ns = [record["time_ns"] for record, _ in ran.snapshots]
+    assert times_ns == sorted(times_ns)
+    assert times_ns[-2:] == [ran.time_ns, ran.time_ns] == [85_000_000, 85_000_000]
