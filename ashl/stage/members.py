@@ -162,6 +162,21 @@ def remaining_rounds(
     return remaining and (remaining[0] - ahead * remaining[1], remaining[1])
 
 
+def rest_of_last_round(
+    stage: StageConfig,
+    members: Members,
+    planned: Assignments,
+    done: tuple[int, int],
+    ahead: int = 0,
+) -> Remaining:
+    """Return `remaining_rounds` if a stop limit truncates the next round, else None.
+
+    So a state that is saved or sent before the last round is the same under every later limit.
+    """
+    rest = remaining_rounds(stage, members, planned, done, ahead)
+    return rest if is_truncated(rest) else None
+
+
 def is_truncated(rest: Remaining) -> bool:
     """Return True if a stop limit truncates a round of which `rest` remains."""
     return rest is not None and rest[0] < rest[1]

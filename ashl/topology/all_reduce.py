@@ -67,7 +67,7 @@ from ashl.stage.members import (
     count_merge,
     is_truncated,
     members_with_work,
-    remaining_rounds,
+    rest_of_last_round,
     shared_members,
     survivors,
     truncate_round,
@@ -264,7 +264,7 @@ class Ahead(NamedTuple):
     """Plan of the round after a merge, identical on all ranks."""
 
     reason: str | None  # why the stage ends with this merge, or None
-    rest: Remaining  # rounds that remain after it
+    rest: Remaining  # part of a later round that remains, if a stop limit truncates it
     planned: Assignments  # the work of the next round, as planned
     exchanged: Assignments  # the work that the next exchange merges, truncated by a stop limit
     rule_state: Any = None  # state of the sync mode
@@ -300,7 +300,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.pending_rest = state.rest
             so_far = state.steps, state.samples
-            state.rest = remaining_rounds(stage, ctx.members, planned, so_far, ahead=1)
+            state.rest = rest_of_last_round(stage, ctx.members, planned, so_far, ahead=1)
             continue
         part = part_of(whole, state.version)
         if team is None or team.stage is not part.stage or team.work is not exchanged:
@@ -335,6 +335,17 @@ def plan_round(
     return assign(stage, members.ranks, workers)
 
 
+def plan_present_round(stage: StageConfig, members: Members, state: PeerState) -> Assignments:
+    """Return the whole work of the round in progress; set what remains of it for these members and
+    the stop limit, which a resumed run may change. Delayed exchanges keep what they began with.
+    """
+    planned = plan_round(stage, members, state.rule_state, state.progress)
+    if stage.delayed_overlap is None:
+        done = state.steps, state.samples
+        state.rest = state.pending_rest = rest_of_last_round(stage, members, planned, done)
+    return planned
+
+
 def plan_first_round(
     ctx: RankContext, stage: StageConfig, state: PeerState
 ) -> tuple[Assignments, Assignments]:
@@ -342,7 +353,7 @@ def plan_first_round(
     exchange merges it. A worker in `state.idle` has none.
     """
     members = members_with_work(stage, ctx.members, state.idle)
-    planned = plan_round(stage, members, state.rule_state, state.progress)
+    planned = plan_present_round(stage, members, state)
     rest = state.rest if state.pending is None else state.pending_rest
     return planned, without_work(truncate_round(stage, members, planned, rest), state.idle)
 
@@ -644,7 +655,7 @@ def merge_and_plan(
     planned = plan_round(stage, members, rule_state, progress)
     is_delayed = stage.delayed_overlap is not None
     done_so_far = progress.steps, progress.samples
-    rest = remaining_rounds(stage, members, planned, done_so_far, int(is_delayed))
+    rest = rest_of_last_round(stage, members, planned, done_so_far, int(is_delayed))
     # with delayed exchanges, the next one merges the work that is computed now
     exchanged = truncate_round(stage, members, planned, state.rest if is_delayed else rest)
     reason = stage.stop_criteria.end_reason(progress) or REASONS[number]
@@ -751,7 +762,7 @@ def suits_members(ctx: RankContext, stage: StageConfig, state: PeerState, epoch:
     """
     everyone = shared_members(ctx, stage, epoch.workers, epoch.number)
     members = members_with_work(stage, everyone, state.idle)
-    planned = plan_round(stage, members, state.rule_state, state.progress)
+    planned = plan_present_round(stage, members, state)
     return suits_round(state, truncate_round(stage, members, planned, state.rest), ctx.rank)
 
 
@@ -772,9 +783,8 @@ def enter_epoch(
     """Set the state for a stage with the members of this epoch."""
     before = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
     worked = members_with_work(stage, before, state.idle)
-    planned = plan_round(stage, worked, state.rule_state, state.progress)
-    rest = state.rest if stage.delayed_overlap is None else state.pending_rest
-    steps = truncate_round(stage, worked, planned, rest).steps
+    planned = plan_present_round(stage, worked, state)
+    steps = truncate_round(stage, worked, planned, state.pending_rest).steps
     state.progress = with_members(state.progress, epoch, standing.joined, steps)
     for rank in {*before.ranks}.difference(epoch.workers).union(standing.joined):
         state.codec_state.forget(rank)
@@ -788,14 +798,8 @@ def enter_epoch(
         state.pending = None
     if ctx.rank in state.idle:
         state.pending = no_work(stage, state)
-    if state.pending is None and state.rest is not None and stage.delayed_overlap is not None:
-        state.local_steps = cap_local_steps(members.planned, ctx.rank, state.rest)
-    else:
-        is_ahead = stage.delayed_overlap is not None and state.pending is not None
-        with_work = members_with_work(stage, members, state.idle)
-        state.plan_round(stage, with_work, ctx.rank, ahead=int(is_ahead))
-        if stage.delayed_overlap is None:
-            state.pending_rest = state.rest
+    if stage.delayed_overlap is not None and state.pending is not None:
+        state.plan_round(stage, members, ctx.rank, ahead=1)
     if ctx.rank in standing.joined:
         state.round, state.step = state.progress.rounds_and_steps_of(ctx.rank)
         state.drawn = state.step * state.batch
@@ -853,7 +857,7 @@ def adopt_donor_state(
         state.pending = state.start = state.begun = state.before_work = None
     for name in COMMON:
         setattr(state, name, known[name])
-    if index < len(stages) and stages[index].delayed_overlap is not None:
+    if known["is_delayed"]:
         # a first piece of work is planned as the others' finished piece
-        state.rest = known["pending_rest"] if known["is_delayed"] else None
+        state.rest = known["pending_rest"]
     return index

@@ -31,7 +31,7 @@ from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline, Payload
 from ashl.stage.contract import WEIGHTS, StageConfig
 from ashl.stage.fragment import Fragment
-from ashl.stage.members import Remaining, cap_local_steps, remaining_rounds
+from ashl.stage.members import Remaining, cap_local_steps, rest_of_last_round
 
 AT_ONCE_S = 1e-3  # seconds; a reply received within this time had already arrived
 
@@ -59,7 +59,7 @@ class WorkerState:
     # (first stage, assignments of the workers) as planned after profiling
     assigned: tuple[int, Any] | None = None
     entered: int | None = None  # index of the current stage
-    rest: Remaining = None  # rounds that remain, the next one included
+    rest: Remaining = None  # part of the next round that remains, if a stop limit truncates it
     pull_s: float = 0.0  # seconds of the last pull
     interval_s: float = 0.0  # if not 0: take steps for this many seconds, instead of H steps
     anchor: Any = None  # memory of the estimator: a snapshot, or values of each sample
@@ -121,7 +121,7 @@ class WorkerState:
     def plan_round(self, stage: StageConfig, members: Members, rank: int, ahead: int = 0) -> None:
         """Set H of the next round, or of the one `ahead` rounds later; the last is truncated."""
         planned, done = members.planned, (self.steps, self.samples)
-        self.rest = remaining_rounds(stage, members, planned, done, ahead)
+        self.rest = rest_of_last_round(stage, members, planned, done, ahead)
         self.local_steps = cap_local_steps(planned, rank, self.rest)
 
 

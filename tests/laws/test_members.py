@@ -10,9 +10,8 @@ from ashl.stage.contract import StageConfig
 from ashl.stage.members import (
     assign,
     cap_local_steps,
-    is_truncated,
     members_of,
-    remaining_rounds,
+    rest_of_last_round,
     survivors,
     truncate_round,
 )
@@ -63,9 +62,9 @@ def test_a_truncated_round_exceeds_the_count_by_less_than_a_step_per_worker(seed
     members = members_of(stage)
     done, rounds = (0, 0), 0
     while done[0] < stage.limits.steps:
-        rest = remaining_rounds(stage, members, members.planned, done)
+        rest = rest_of_last_round(stage, members, members.planned, done)
         work = truncate_round(stage, members, members.planned, rest)
-        assert (work is members.planned) == (not is_truncated(rest))
+        assert (work is members.planned) == (rest is None)
         assert work.steps == tuple(
             cap_local_steps(members.planned, rank, rest) for rank in stage.workers
         )

@@ -185,6 +185,22 @@ def test_the_command_resumes_a_run_whose_workers_fail(workplace: Path) -> None:
         assert run[key] == whole[key]
 
 
+def test_a_donor_sends_as_many_bytes_after_a_resume(workplace: Path) -> None:
+    """A worker fails and rejoins in the first round after the checkpoint, with a lower stop limit
+    than in the whole run.
+    """
+    mode = "topology=all_reduce sync=local_sgd sync.local_steps=4 cluster=homogeneous"
+    events = "[{time_s: 0.20, worker: 1, fail: true}, {time_s: 0.21, worker: 1, rejoin: true}]"
+    line = ["-q", "runtime=sim", "tracking=none", *mode.split(), f"cluster.events={events}"]
+    often = "run.checkpoint_s=0.16"
+    assert main(["train", *line, "run.dir=whole", "stop.steps=1100", often]) == 0
+    assert main(["train", *line, "run.dir=run", "stop.steps=55", often]) == 0
+    assert main(["train", "--resume", "run", "stop.steps=1100", "-q"]) == 0
+    whole, run = (json.loads(Path(name, "summary.json").read_text()) for name in ("whole", "run"))
+    for key in ("params_sha256", "time_s", "bytes_up", "bytes_down"):
+        assert run[key] == whole[key]
+
+
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
 def test_no_pause_precedes_a_round_that_a_limit_truncates(topology: str, workplace: Path) -> None:
     """A sync mode sets H: 22 of 32 steps remained of a round that was planned as 4 steps."""

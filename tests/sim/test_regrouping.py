@@ -385,3 +385,12 @@ def test_failures_and_rejoins_with_every_overlap(mode: tuple[str, ...]) -> None:
         assert all(ran.end["merges"] - count in (0, rejoins) for count in others)
         assert sum(map(bool, ran.end["dropped_by"])) == len({event["worker"] for event in events})
         assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_a_limit_truncates_the_last_round_after_a_failure() -> None:
+    """The sync mode sets an H of more than the planned one, and 83 steps end the run."""
+    mode = "sync=qsr sync.local_steps=1 sync.h_max=8 sync.alpha=0.3 optimizer.lr=0.02"
+    cluster = "cluster=homogeneous cluster.compute=[1,1,1,1] dataset.batch_size=8"
+    own = ("topology=all_reduce", "schedule=single", "model.hidden=[8]", "stop.steps=83")
+    ran = run(with_events(planned(*mode.split(), *cluster.split(), *own), lost(1, 0.37)))
+    assert 83 <= ran.end["steps"] < 83 + 3
