@@ -5,9 +5,9 @@ Avoid when: the graph is dense or workers are very unequal.
 Alternatives: `d_psgd` with `topology.graph=exponential`; `local_sgd` by all-reduce.
 
 Rule: x_i ← Σ_j w_ij·(x_j + Δ_j). In every `period`-th round an all-reduce sets x_i to the mean over
-all j of x_j + Δ_j instead. So the period bounds how far models diverge on a sparse graph, however
-large its diameter. In such a round neighbours exchange control data only, and no models. Momentum
-is not averaged.
+all j of x_j + Δ_j instead; neighbours exchange control data only, and no models. So the period
+bounds how far models diverge on a sparse graph, however large its diameter. Momentum is not
+averaged.
 Waiting: in each round a worker waits for its neighbours; in every `period`-th round it waits for
 all workers.
 
@@ -37,15 +37,15 @@ class GossipPGA(RoundRule):
     async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
         state.params = state.params + delta
         payload = state.params
-        if self._all_meet(now.k):
+        if self._is_global_round(now.k):
             share = state.params * (1 / len(now.graph.ranks))
             state.params = await now.ctx.all_reduce(share, now.graph.ranks)
             payload = None
         return {rank: (payload, ()) for rank in now.targets}
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
-        if not self._all_meet(now.k):
+        if not self._is_global_round(now.k):
             state.params = mix_models(now.row, now.rank, state.params, received)
 
-    def _all_meet(self, k: int) -> bool:
+    def _is_global_round(self, k: int) -> bool:
         return self.period is not None and (k + 1) % self.period == 0

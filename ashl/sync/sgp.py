@@ -1,7 +1,7 @@
 """SGP: push-sum gossip on directed graphs; with `overlap` a round uses messages of earlier rounds.
 
 Use when: gossip over directed or time-varying graphs, with messages that need not be answered.
-Avoid when: the graph is undirected and links are good both ways.
+Avoid when: the graph is undirected and links are equally good in both directions.
 Alternatives: `d_psgd`; `ad_psgd`.
 
 Rule: worker i holds a numerator x_i and a weight w_i, at first 1. Its model is z_i = x_i/w_i, on
@@ -33,10 +33,10 @@ from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, Rou
 
 
 class Mass(NamedTuple):
-    """A worker's part of the sum of all models."""
+    """The pair that push-sum adds up: at a worker x_i and w_i, whose quotient is its model."""
 
-    x: Any  # x_i
-    w: float  # w_i
+    x: Any
+    w: float
 
 
 @option

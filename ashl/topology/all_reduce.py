@@ -79,10 +79,10 @@ from ashl.stage.progress import RUN_START, Progress, ProgressMark
 from ashl.topology.ending import (
     CHECKPOINT,
     REASONS,
-    InTime,
+    StateWithinBudget,
     end_piggybacked,
-    keep_within_budget,
     local_stop,
+    save_within_budget,
 )
 from ashl.topology.epochs import (
     NO_MODEL,
@@ -220,8 +220,7 @@ class PeerState(WorkerState):
 
     progress: Progress = field(default_factory=lambda: Progress(0))
     evaluated: ProgressMark = RUN_START  # the last evaluation, at the lead rank
-    # model and counts of the last merge within `stop.seconds`, once a merge has ended later
-    in_time: InTime | None = None
+    in_time: StateWithinBudget | None = None  # None until a merge ends after the budget
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
 
     def begin(self, ctx: RankContext, stage: StageConfig) -> None:
@@ -583,7 +582,7 @@ async def step_by_bucket(
             moment = "group", stage.index, before.version, k
             made.append(ctx.compute_once(team.ranks, moment, step))
             await ctx.send(ctx.rank, stage.tag("group", k), made[-1][1])
-    keep_within_budget(ctx, stage, state, params, before)
+    save_within_budget(ctx, stage, state, params, before)
     if made:
         join = partial(stage.trainer.join_slices, made)
         moment = "model", stage.index, before.version
@@ -623,7 +622,7 @@ def merge(
     moment = "merge", stage.index, state.version
     compute = partial(merge_and_plan, team, stage, state, part, done)
     result, ahead = ctx.compute_once(team.ranks, moment, compute)
-    keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
+    save_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
     state.apply_merge(result)
     state.pending = state.before_work = None
     state.pending_rest = state.rest

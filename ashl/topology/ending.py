@@ -1,21 +1,27 @@
-"""Ends of stages, for every topology. The final signal reaches all ranks in one of two ways.
+"""End a stage or the run, or pause it for a checkpoint, on every topology.
 
-Decided by the coordinator: a server, a coordinator or a group generator answers the workers. It
-alone counts and decides (`stop_decision`), and sends the signal with its answers.
+One rank decides, and its signal reaches all ranks in one of two ways.
 
-Piggybacked: no rank answers. All ranks count identically. Rank 0 alone knows seconds, evaluations
-and interrupts; it adds a number to the next exchange (`local_stop`), so all ranks read the same
-reason from the same exchange.
+By a coordinator: a server, a coordinator or a group generator answers the workers. It alone counts
+and decides (`stop_decision`), and sends the signal with its answers.
 
-NEXT: another stage follows, and work in flight is merged. STOP: the run is over, and work in flight
-is dropped. PAUSE: a checkpoint is due. Every rank ends its loop with nothing in flight and all its
-work in its state. It is saved, and begins the loop of the same stage again. No rank pauses before a
-round that a stop limit truncates, because a resumed run may have another limit.
+Piggybacked: no rank answers. All ranks count identically, so each sees that a limit on counts is
+reached. Only the lead rank (rank 0 until it fails) judges time, evaluations and interrupts. It
+adds its reason as a number to the next exchange (`local_stop`), and all ranks read it there.
 
-`stop.seconds` is a budget: records end at that time, and nothing later counts. A coordinator ends
-in time. With a piggybacked signal, merges continue until all ranks have read it. A rank that sees a
-merge after the budget keeps the state before that merge (`keep_within_budget`), and the run ends
-with it (`within_budget`).
+| signal | meaning | work in flight |
+| --- | --- | --- |
+| NEXT | another stage follows | is merged |
+| STOP | the run is over | is dropped; gossip in rounds merges it |
+| PAUSE | a checkpoint is due | is received, and is in the saved states |
+
+After a pause every rank begins the loop of the same stage again. No rank pauses before a round that
+a stop limit truncates, because a resumed run may have another limit.
+
+`stop.seconds` is a budget: records end at that time, and no later merge counts. A coordinator stops
+at that time. With a piggybacked signal, merges continue until all ranks have read it. So a rank
+saves its state before the first merge after the budget (`save_within_budget`), and the run ends
+with this state (`restore_within_budget`).
 """
 
 from dataclasses import replace
@@ -28,12 +34,12 @@ from ashl.stage.contract import GO, NEXT, PAUSE, STOP, StageConfig
 from ashl.stage.progress import RUN_END, STAGE_END, Progress, RunProgress
 
 CHECKPOINT = "checkpoint"
-# reasons that rank 0 piggybacks on the next exchange by their position: the end of the run, the end
-# of the stage ("next"), or a checkpoint
+# reasons that the lead rank piggybacks by their position: none, an end of the run, the end of the
+# stage ("next"), or a checkpoint
 REASONS = (None, "seconds", *TARGETS, PATIENCE, "interrupted", "next", CHECKPOINT)
 
 
-class InTime(NamedTuple):
+class StateWithinBudget(NamedTuple):
     """The model and the counts of the last merge that ended within the budget."""
 
     params: Any
@@ -45,10 +51,10 @@ class Budgeted(Protocol):
 
     params: Any
     progress: Any
-    in_time: InTime | None
+    in_time: StateWithinBudget | None  # None until a merge ends after the budget
 
 
-def keep_within_budget(
+def save_within_budget(
     ctx: RankContext,
     stage: StageConfig,
     state: Budgeted,
@@ -56,10 +62,10 @@ def keep_within_budget(
     progress: Any = None,
     now_ns: int | None = None,
 ) -> bool:
-    """Save the state before the first merge that ends after the budget (piggybacked signals).
+    """Save the state before a merge, if it is the first one that ends after the budget.
 
-    Args: params, progress: model and counts before the merge; None: `state.progress` does not count
-    it yet. now_ns: time of the merge, None for now.
+    Args: params, progress: model and counts before the merge; progress=None means `state.progress`,
+    if it does not count the merge yet. now_ns: time of the merge, None for now.
     Returns: True if this merge, or an earlier one, ended after the budget.
     """
     if (
@@ -67,19 +73,19 @@ def keep_within_budget(
         and (ctx.now_ns if now_ns is None else now_ns) > stage.stop_criteria.deadline_ns
     ):
         progress = progress or state.progress
-        # other ranks only read their progress, so a reference will do
-        counts = (
+        # The other ranks of an all-reduce share a `Progress` that is never changed: they need no
+        # copy. Gossip changes counts in place, and the lead rank adds dropped steps to them.
+        changes = (
             ctx.rank == ctx.members.lead_rank or stage.elastic or not isinstance(progress, Progress)
         )
-        state.in_time = InTime(params, progress.copy() if counts else progress)
+        state.in_time = StateWithinBudget(params, progress.copy() if changes else progress)
     return state.in_time is not None
 
 
-def within_budget(ctx: RankContext, stage: StageConfig, state: Budgeted, reason: str) -> str:
-    """Restore the state of the last merge within the budget, and drop later work (piggybacked
-    signals).
+def restore_within_budget(ctx: RankContext, state: Budgeted, reason: str) -> str:
+    """Restore the state of the last merge within the budget, and count later steps as dropped.
 
-    Returns: the reason of the end, which is "seconds" if later work was dropped.
+    Returns: the reason of the end, which is "seconds" if a state was restored.
     """
     if state.in_time is None:
         return reason
@@ -94,9 +100,7 @@ def within_budget(ctx: RankContext, stage: StageConfig, state: Budgeted, reason:
 
 
 def drop_reason(signal: int) -> str:
-    """Return the reason under which steps in flight are dropped when a stage ends with
-    this signal.
-    """
+    """Return the reason that is recorded for steps that a stage drops at its end."""
     return STAGE_END if signal == NEXT else RUN_END
 
 
@@ -119,7 +123,7 @@ def decide_end(ctx: RankContext, stage: StageConfig, signal: int) -> int:
 def stop_decision(
     ctx: RankContext, stage: StageConfig, progress: RunProgress
 ) -> tuple[int, str | None]:
-    """Decide for all workers. Returns: (GO, NEXT, STOP or PAUSE; the reason or None)."""
+    """Return the decision of a coordinator: GO, NEXT, STOP or PAUSE, and its reason or None."""
     if reason := stage.stop_criteria.end_reason(progress) or ctx.stop_reason:
         return STOP, reason
     if stage.plan.until and (
@@ -130,7 +134,7 @@ def stop_decision(
 
 
 def local_stop(ctx: RankContext, stage: StageConfig, progress: RunProgress) -> str | None:
-    """Return the reason that rank 0 adds to the next exchange, or None."""
+    """Return the reason that the lead rank adds to the next exchange, or None."""
     if reason := ctx.stop_reason or (
         "seconds" if ctx.now >= stage.stop_criteria.deadline_s else None
     ):
@@ -140,24 +144,24 @@ def local_stop(ctx: RankContext, stage: StageConfig, progress: RunProgress) -> s
     return CHECKPOINT if ctx.is_checkpoint_due else None
 
 
-def take_override(present: int, decided: int) -> bool:
-    """Return True if a coordinator replaces its present signal by the one that it has decided on
-    now: the end of the run wins, then the end of the stage, then a pause.
+def overrides(decided: int, present: int) -> bool:
+    """Return True if a new decision replaces the present signal of a coordinator: the end of the
+    run comes first, then the end of the stage, then a pause.
     """
     return decided == STOP or present == GO or (present == PAUSE and decided == NEXT)
 
 
 def update_signal(ctx: RankContext, stage: StageConfig, state: Any) -> None:
-    """Set a coordinator's signal and its reason."""
+    """Decide, and set a coordinator's signal and reason unless the present signal stands."""
     signal, reason = stop_decision(ctx, stage, state.progress)
-    if take_override(state.signal, signal):
+    if overrides(signal, state.signal):
         state.signal, state.reason = signal, reason
 
 
 def record_end(
     ctx: RankContext, stage: StageConfig, progress: Progress, reason: str | None
 ) -> None:
-    """Record at the lead rank how the stage ended, with the progress until then."""
+    """Record how the stage ended, and the progress until then; one rank of the run calls this."""
     ctx.emit(
         StageEnd(ctx.rank, stage.index, stage.plan.name, reason, progress.end_ns, progress.report())
     )
@@ -166,23 +170,24 @@ def record_end(
 def end_piggybacked(
     ctx: RankContext, stage: StageConfig, state: Budgeted, reason: str, now_ns: int
 ) -> int:
-    """End this rank's stage at `now_ns`. Returns: the final signal, NEXT, STOP or PAUSE.
+    """End this rank's stage at `now_ns` for a piggybacked reason, or pause it.
 
-    If a rule ended the stage, the lead rank records the name of that rule.
+    For the reason "next" the lead rank records the rule of the stage that applied.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     if reason == CHECKPOINT:
         return PAUSE
     signal = NEXT if reason == "next" and stage.following else STOP
     if signal == STOP:
-        reason = within_budget(ctx, stage, state, reason)
+        reason = restore_within_budget(ctx, state, reason)
     progress = state.progress = replace(state.progress, end_ns=end_time_ns(stage, now_ns))
     if ctx.rank == ctx.members.lead_rank:
         if reason == "next":
             rule = stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)
             reason = rule or next(iter(stage.plan.until), reason)
-        # later stages end after the budget, too, so the run goes back to this state
-        late = signal == NEXT and state.in_time
-        counted = replace(state.in_time.progress, end_ns=progress.end_ns) if late else progress
+        # merges after the budget count for no stage; the last stage restores the state
+        saved = state.in_time if signal == NEXT else None
+        counted = progress if saved is None else replace(saved.progress, end_ns=progress.end_ns)
         record_end(ctx, stage, counted, reason)
     return leave_stage(ctx, stage, signal, progress.end_ns)
 

@@ -10,21 +10,23 @@ mean of all models is evaluated; momentum stays local.
 
 Synchronous modes (`RoundRule`) work in rounds, without a server or a barrier. A worker proceeds
 once it has received the messages of its round. Counts are functions of the round, so all ranks
-count identically. The lead rank (rank 0, or another worker after its failure) alone judges seconds,
-evaluations, and that a loss is not finite. It piggybacks its decision on the messages. The decision
-holds after the round in which it has reached every rank, which the lead rank computes from the
-graph.
+count identically. The lead rank (rank 0, or another worker after its failure) alone judges time,
+evaluations, and that a loss is not finite. It piggybacks its decision on its messages, and every
+worker passes it on. The decision applies after the round in which it has reached every rank, which
+the lead rank computes from the graph.
 
-If messages may be late (`RoundRule.lag`), a worker receives those of the last `lag` rounds before
-a pause, and keeps them for the rounds that merge them.
+If messages are delayed (`RoundRule.lag`), those of the last `lag` rounds are in flight after each
+round. At the end of a stage a worker receives and merges them. At a pause it receives them, and
+keeps them for the rounds that merge them.
 
 Asynchronous modes (`RoamingRule`) have loops of their own, and the coordinator of
 `ashl.topology.coordinator`.
 
-After a failure or a rejoin all members continue at the highest round of any of them. Each has its
-own model and its kept work, and the graph is that of so many workers. A member that was behind
-skips rounds, which do not count for it. A joining worker receives a model of that round, and has no
-work in it. State of a sync mode begins again, because it belongs to the edges of a graph.
+After a failure or a rejoin all members continue at the highest round of any of them, on the graph
+for their number. Each keeps its model, and work that no round has merged. A member that was behind
+skips rounds, which do not count for it. A joining worker receives a model. It has no work in the
+first round if another member keeps work. The state of a sync mode begins again, because it belongs
+to the edges of a graph.
 
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
 2017.
@@ -76,10 +78,10 @@ from ashl.topology.coordinator import (
 from ashl.topology.ending import (
     CHECKPOINT,
     REASONS,
-    InTime,
+    StateWithinBudget,
     end_piggybacked,
-    keep_within_budget,
     local_stop,
+    save_within_budget,
 )
 from ashl.topology.epochs import (
     NO_MODEL,
@@ -115,7 +117,7 @@ class GossipHeader(NamedTuple):
     loss: float  # mean of the sender's loss and of the losses it has received
     not_finite: float = 0  # 1 + the rank whose loss is not finite; 0: none
     decision: float = 0  # decision of the lead rank, as a position in DECISIONS; 0: none
-    last: float = 0  # the round after which the decision holds
+    last: float = 0  # the round after which the decision applies
     snapshot_after: float = -1  # the round after which all workers emit their models
 
 
@@ -182,15 +184,15 @@ class GossipRound(NamedTuple):
 
 
 class RoundRule(GossipRule, contract=True):
-    """Synchronous sync mode of gossip. The defaults: a worker receives from all neighbours, in
-    time.
+    """Synchronous sync mode of gossip.
 
+    By default a worker receives from all neighbours, and each round merges its own messages.
     `state.rule_state` holds the mode's state of this stage.
     """
 
     in_rounds: ClassVar[bool] = True
     early: ClassVar[bool] = False  # if True, models are sent before the local work
-    lag: ClassVar[int] = 0  # rounds by which messages may be late
+    lag: ClassVar[int] = 0  # round k merges the messages of round k − lag
     suspect: ClassVar[str] = ""  # another likely cause, for the message of a run that diverges
 
     def begin(self, stage: StageConfig, state: RoundState, rank: int) -> Any:
@@ -213,7 +215,7 @@ class RoundRule(GossipRule, contract=True):
         raise NotImplementedError
 
     def merge_in_flight(self, state: RoundState, received: Received) -> None:
-        """Merge messages that are in flight at the end of a stage, if messages may be late."""
+        """Merge the messages of a round that are in flight at the end of a stage."""
 
 
 class RoamingRule(GossipRule, contract=True):
@@ -222,7 +224,7 @@ class RoamingRule(GossipRule, contract=True):
     coordinated: ClassVar[bool] = True
 
     async def worker(self, ctx: RankContext, stage: StageConfig, state: RoamingState) -> int:
-        """Run a worker. Returns: the final signal, NEXT or STOP."""
+        """Run a worker. Returns: the final signal, NEXT, STOP or PAUSE."""
         raise NotImplementedError
 
     def peers(self, graph: MemberGraph, rank: int) -> tuple[int, ...] | None:
@@ -239,10 +241,10 @@ class NeighbourModels:
     """
 
     models: dict[int, dict[int, Any]]  # by neighbour: iteration → model, ascending
-    received: dict[int, int]  # number of models that have arrived from each neighbour
+    received: dict[int, int]  # by neighbour: models that have arrived from it
     k: int = 0  # iteration
     sent: int = 0  # models sent to each neighbour in this stage
-    # by neighbour: number of models that it has sent, once it has announced that
+    # by neighbour: models that it has sent, once it has announced that it sends no more
     announced: dict[int, int] = field(default_factory=dict)
 
 
@@ -257,7 +259,7 @@ async def send_model(ctx: RankContext, stage: StageConfig, state: RoamingState) 
 async def receive_model(
     ctx: RankContext, stage: StageConfig, state: RoamingState, before_s: float = math.inf
 ) -> bool:
-    """Receive a neighbour's model, its number of models, or a signal of the coordinator.
+    """Receive a neighbour's model, the count of its models, or a signal of the coordinator.
 
     Returns: False if no message arrived before `before_s` (run time in seconds).
     """
@@ -282,7 +284,7 @@ async def receive_arrived(ctx: RankContext, stage: StageConfig, state: RoamingSt
 
 
 async def receive_in_flight(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
-    """Receive all models that the neighbours have sent."""
+    """Announce that this worker sends no more models; receive all that neighbours have sent."""
     heard: NeighbourModels = state.rule_state
     for peer in heard.models:
         await ctx.send(peer, stage.tag("model"), None, (heard.sent,))
@@ -381,11 +383,11 @@ class RoundState(WorkerState):
 
     progress: RunProgress = field(default_factory=lambda: RunProgress(0))
     evaluated: ProgressMark = RUN_START  # the last evaluation
-    in_time: InTime | None = None  # state before the first round that ended after the budget
+    in_time: StateWithinBudget | None = None  # None until a round ends after the budget
     header: GossipHeader = NO_HEADER
     k: int = 0  # rounds of this stage so far
     first: int = 0  # the round with which this epoch began: older messages do not arrive
-    # messages that were received before a pause, by round that they were sent in
+    # messages that were received before a pause, by the round in which they were sent
     early: dict[int, dict[int, Message]] = field(default_factory=dict)
 
     def enter(self, stage: StageConfig, members: Members, rank: int, now_s: float = 0.0) -> None:
@@ -414,7 +416,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
     """Run a worker in rounds: compute, send, receive, merge, until a limit or the lead rank ends
     the stage.
 
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     rule, rank, members = stage.sync, ctx.rank, ctx.members
     graph = graph_of(stage, members.ranks)
@@ -438,7 +440,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
         state.pending = state.before_work = None
         state.idle = ()
         merge_headers(state, rank, [work.loss] if work.steps else [], received)
-        late = keep_within_budget(ctx, stage, state, params)
+        late = save_within_budget(ctx, stage, state, params)
         count_round(stage, state, members, counted)
         state.plan_round(stage, members, rank)
         asked = state.header.snapshot_after == k  # read before the lead asks for the next snapshot
@@ -478,37 +480,33 @@ def work_of_all(stage: StageConfig, members: Members, state: RoundState) -> Assi
 async def end_signal(
     ctx: RankContext, stage: StageConfig, graph: MemberGraph, state: RoundState
 ) -> int:
-    """End the stage, or pause, if that was decided for this round. Returns: the final signal, or
-    GO.
+    """End the stage, or pause, if that was decided for this round. All ranks end at the time of the
+    last one. Returns: the final signal, or GO.
     """
-    reason, late = stop_reason(stage, state), state.k + 1 - stage.sync.lag
+    reason = stop_reason(stage, state)
     if not reason or (reason == CHECKPOINT and is_truncated(state.rest)):
         return GO
     in_flight = {
         k: await receive_models(ctx, stage, graph, state, k)
-        for k in range(max(0, late), state.k + 1)
+        for k in range(max(0, state.k + 1 - stage.sync.lag), state.k + 1)
     }
     if reason == CHECKPOINT:
         state.early = in_flight
         return PAUSE
     for received in in_flight.values():
         stage.sync.merge_in_flight(state, received)
-    now = torch.tensor([ctx.now_ns])
-    moment = await ctx.all_reduce(now, ctx.members.ranks, "max", piggybacked=1)
-    return end_piggybacked(ctx, stage, state, reason, int(moment))
+    now_ns = torch.tensor([ctx.now_ns])
+    end_ns = await ctx.all_reduce(now_ns, ctx.members.ranks, "max", piggybacked=1)
+    return end_piggybacked(ctx, stage, state, reason, int(end_ns))
 
 
 def stop_reason(stage: StageConfig, state: RoundState) -> str | None:
     """Return the reason if the stage ends, or pauses for a checkpoint, after this round, else None:
     a limit on counts, or the decision of the lead rank.
     """
-    if (
-        (reason := stage.stop_criteria.reached_limit(state.progress))
-        or not state.header.decision
-        or state.k < state.header.last
-    ):
+    if reason := stage.stop_criteria.reached_limit(state.progress):
         return reason
-    return DECISIONS[int(state.header.decision)]
+    return DECISIONS[int(state.header.decision)] if state.k >= state.header.last else None
 
 
 async def send_models(
@@ -539,7 +537,7 @@ def merge_headers(state: RoundState, rank: int, own: Sequence[float], received: 
     header = state.header
     losses = [loss for loss in own if math.isfinite(loss)]
     not_finite = max(header.not_finite, 0 if len(losses) == len(own) else rank + 1)
-    # a decision of an earlier round was a pause, which is over
+    # a decision that applied after an earlier round was a pause, which is over
     decided = (header.decision, header.last) if header.last >= state.k else (0, 0)
     snapshot_after = header.snapshot_after
     for message in received.values():
@@ -578,7 +576,7 @@ def decide_ahead(
     ctx: RankContext, stage: StageConfig, graph: MemberGraph, state: RoundState, k: int
 ) -> None:
     """Decide at the lead rank whether the stage ends or pauses and whether models are evaluated.
-    Put the decision into the header, with the round after which every rank knows it.
+    Put both into the header, with the round after which every rank knows them.
     """
     progress, header = state.progress, state.header
     if header.not_finite:
@@ -587,22 +585,24 @@ def decide_ahead(
             f" {progress.steps}"
         )
         progress.diverged = why + stage.sync.suspect
-    reason = "diverged" if progress.diverged else local_stop(ctx, stage, progress)
+    reason = None  # a decision stands until it has been carried out
+    if not header.decision:
+        reason = "diverged" if progress.diverged else local_stop(ctx, stage, progress)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
     snapshot = timed and stage.stop_criteria.begin_due_evaluation(state, ctx.now)
-    if (reason and not header.decision) or snapshot:
+    if reason or snapshot:
         known = k + rounds_to_all(stage.sync, graph, ctx.rank, k + 1)
-        if reason and not header.decision:
+        if reason:
             header = header._replace(decision=DECISIONS.index(reason), last=known)
         state.header = header._replace(snapshot_after=known) if snapshot else header
 
 
 def rounds_to_all(rule: RoundRule, graph: MemberGraph, lead_rank: int, first: int) -> int:
-    """Return how many rounds a message of the lead rank, sent in round `first`, takes to
-    reach every rank.
+    """Return how many rounds a decision of the lead rank takes from round `first`, in which it is
+    first sent, until it has reached every rank.
     """
     k = first - rule.lag
-    since = {lead_rank: first}  # by informed rank: the first round in which it passes this on
+    since = {lead_rank: first}  # by informed rank: the first round in which it sends the decision
     unaware = [rank for rank in graph.ranks if rank != lead_rank]
     while unaware:
         informed = {rank for rank, start in since.items() if start <= k}
@@ -618,7 +618,7 @@ def rounds_to_all(rule: RoundRule, graph: MemberGraph, lead_rank: int, first: in
 
 
 class RoundsDone(NamedTuple):
-    """Counts that all workers have in common."""
+    """Counts that the state donor sends to members without them."""
 
     index: int  # stage index; beyond the last stage once the run has ended
     k: int  # rounds of that stage
@@ -655,7 +655,7 @@ async def reform_rounds(
         state.params = model if is_new else state.params
         index, state.progress, state.assigned = known.index, known.progress, known.assigned
         if known.in_time is not None:
-            state.in_time = state.in_time or InTime(state.params, known.in_time)
+            state.in_time = state.in_time or StateWithinBudget(state.params, known.in_time)
         if index < len(stages):
             ranks = survivors(stages[index], state.progress.failed)
             members = shared_members(ctx, stages[index], ranks, epoch.number)
@@ -680,9 +680,10 @@ async def gather_counts(
 ) -> tuple[list[list[int]], int]:
     """Exchange how far each worker is, and the decision of the lead rank.
 
-    Returns: the rounds and steps of each worker that models contain; the position in DECISIONS.
-    A member that continues counts its own rounds. The slowest member counts the rounds of a failed
-    worker. A pause is decided again, and the decision of an earlier stage has been carried out.
+    A member that continues counts its own rounds. Those of a failed or joining worker are the
+    fewest that any of them has counted. A decision to pause is taken again, and the decision of
+    an earlier stage has been carried out: both are sent as 0.
+    Returns: (rounds and steps of each worker, decision as a position in DECISIONS).
     """
     progress = state.progress
     decision = int(state.header.decision) if index == standing.stage else 0
@@ -700,9 +701,7 @@ async def gather_counts(
 def correct_counts(
     ctx: RankContext, stage: StageConfig, state: RoundState, counts: list[list[int]], epoch: Epoch
 ) -> None:
-    """Set the rounds and steps of each worker, also in the counts of the last merge within
-    `stop.seconds`.
-    """
+    """Set the rounds and steps of each worker, also in the counts saved within the budget."""
     assert isinstance(state.progress, Progress)
     correct = partial(with_counts, state.progress, stage, counts)
     state.progress = ctx.compute_once(epoch.workers, ("counts", epoch.number), correct)

@@ -71,9 +71,9 @@ from ashl.stage.progress import Progress
 from ashl.topology.ending import (
     drop_reason,
     end_time_ns,
+    overrides,
     record_end,
     stop_decision,
-    take_override,
 )
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import (
@@ -415,7 +415,7 @@ async def merge_region_update(
     if {state.signal, signal} <= {GO, PAUSE}:
         meta = (GO, progress.steps, progress.samples)
         await ctx.send(message.src, signal_tag(stage), state.params, meta)
-    if signal != state.signal and take_override(state.signal, signal):
+    if signal != state.signal and overrides(signal, state.signal):
         await change_signal(ctx, stage, state, signal, reason)
     return bool(last)
 

@@ -428,7 +428,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
     """Run a worker: compute on the model pulled last, push the update, wait for the reply.
 
     With delayed exchanges the worker computes the next piece of work between a push and its reply.
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     state.enter(stage, ctx.members, ctx.rank)
     signal = GO
@@ -498,7 +498,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
     If several servers hold a shard of the model each, this is the first one: it alone decides, and
     tells the others when a version is evaluated and when the stage ends.
     Before another stage begins, the server waits for the pushes in flight and merges them. At the
-    end of the run it drops them. Returns: the final signal, NEXT or STOP.
+    end of the run it drops them. Returns: the final signal, NEXT, STOP or PAUSE.
     """
     progress, push, rule = state.progress, stage.tag("push"), stage.sync
     state.enter(stage, ctx.now)

@@ -233,7 +233,7 @@ def all_servers(stage: StageConfig) -> tuple[int, ...]:
 async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> int:
     """Run a worker: compute on the model pulled last, push its shards, wait for all answers.
 
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     if state.entered != stage.index:
         both = zip(parts(stage), state.shard_codec_states, strict=True)
@@ -423,7 +423,7 @@ async def follow_admission(
 async def run_other(ctx: RankContext, stage: StageConfig, state: ShardState) -> int:
     """Run one of the other servers: merge and answer until the first one ends the stage.
 
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     stage = enter_shard(ctx, stage, state)
     incoming = stage.tag("push"), stage.tag("first"), stage.tag("joined"), PEER_FAILED
