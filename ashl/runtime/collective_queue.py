@@ -2,16 +2,15 @@
 all members.
 
 Rule: every member posts the group's collectives in the same order, of the same kinds and with the
-same keys. Among the collectives that all members have posted the lowest key is committed first;
-equal keys go in the order of posting. A collective is committed while fewer than its `credit` are
-committed, including the one in flight; without credit, once none is. Committed collectives run in
-that order, and no later one overtakes them. A member that breaks the rule gets an error in virtual
-time; on real processes the ranks that differ would hang or mix their data, as in any such library.
+same keys and credits. The key is a priority: of the collectives that all members have posted the
+lowest key is committed first, of equal keys the one posted first. A collective is committed if
+fewer than its `credit` are committed, the one in flight included; with credit 0, if none is.
+Committed collectives run in the order of their commits. A member that breaks the rule gets an error
+in virtual time. On real processes the ranks that differ hang or mix their data, as with MPI.
 
-Members that know how many collectives all have posted know which one is next; that takes one number
-from each member. No exchange is needed while a collective is committed, or if the oldest one has
-key 0. Real processes exchange the number between two collectives, and without declared costs only
-then.
+Which collective is next follows from the number of collectives that all members have posted, so
+real processes exchange this number (`ashl.runtime.communicator`). The exchange is not needed while
+a collective is committed, or if the oldest one has key 0.
 
 Source of the credit: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
 Acceleration", SOSP 2019 (ByteScheduler).
@@ -26,7 +25,6 @@ from ashl.runtime.kernel import Task
 
 T = TypeVar("T")
 Collective = AllReduce | AllGather
-UNKNOWN = object()
 
 
 class Numbered(Protocol):
@@ -43,8 +41,9 @@ N = TypeVar("N", bound=Numbered)
 
 
 def choose_committed(ready: Iterable[N], held: int) -> list[N]:
-    """Return the collectives to commit now, in order, from those that all members have posted;
-    `held` are committed already.
+    """Return the collectives to commit now, in order, from those that all members have posted.
+
+    Args: held: number of collectives that are committed or in flight already.
     """
     chosen: list[N] = []
     for posted in sorted(ready, key=lambda posted: (posted.effect.key, posted.number)):
@@ -60,12 +59,12 @@ class Posted:
     posted it.
     """
 
-    __slots__ = ("arrived", "effect", "number", "order")
+    __slots__ = ("arrived", "effect", "number", "signature")
 
     def __init__(self, number: int, effect: Collective) -> None:
         self.number = number
         self.effect = effect
-        self.order = order_of(effect)
+        self.signature = signature_of(effect)
         # by rank: the task that waits for the result, and its tensor
         self.arrived: dict[int, tuple[Task, Any]] = {}
 
@@ -81,12 +80,12 @@ class SharedResult:
 
     __slots__ = ("asked", "value")
 
-    def __init__(self) -> None:
-        self.value: Any = UNKNOWN
+    def __init__(self, value: Any) -> None:
+        self.value = value
         self.asked: set[int] = set()
 
 
-def order_of(effect: Collective) -> tuple[Any, ...]:
+def signature_of(effect: Collective) -> tuple[Any, ...]:
     """Return the properties of a collective that must be the same on all members."""
     return effect.__class__, effect.key, effect.credit
 
@@ -109,13 +108,13 @@ class CollectiveQueue:
     def __init__(self, group: tuple[int, ...]) -> None:
         self.group = group
         self.counts = dict.fromkeys(group, 0)  # collectives posted by each member
-        self.pending: dict[int, Posted] = {}  # by number; none of them has begun
+        self.pending: dict[int, Posted] = {}  # by number: collectives that have not begun
         self.ready = 0  # pending collectives that all members have posted
         self.free_ns = 0  # ns: end of the collective in flight
         self.serve_scheduled = False  # True if an event at `free_ns` will serve the queue
         # True if an event at the end of this instant will commit posted collectives
         self.commit_scheduled = False
-        self.committed: list[Posted] = []  # committed ones of the pending collectives, in order
+        self.committed: list[Posted] = []  # the committed of the pending collectives, in order
         self.shared: dict[Hashable, SharedResult] = {}
 
     def post(self, task: Task, effect: Collective) -> None:
@@ -129,7 +128,7 @@ class CollectiveQueue:
         posted = self.pending.get(number)
         if posted is None:
             posted = self.pending[number] = Posted(number, effect)
-        elif order_of(effect) != posted.order:
+        elif signature_of(effect) != posted.signature:
             raise AshlError(
                 f"the members of a group must post its collectives in the same order: rank {rank}"
                 f" posts {Posted(0, effect).describe()} where rank {next(iter(posted.arrived))}"
@@ -141,12 +140,12 @@ class CollectiveQueue:
 
     def commit(self, now_ns: int) -> None:
         """Commit the collectives that may be committed now."""
-        all_here = len(self.group)
+        members = len(self.group)
         held = (self.free_ns > now_ns) + len(self.committed)
         ready = (
             p
             for p in self.pending.values()
-            if len(p.arrived) == all_here and p not in self.committed
+            if len(p.arrived) == members and p not in self.committed
         )
         self.committed += choose_committed(ready, held)
 
@@ -173,12 +172,10 @@ class CollectiveQueue:
         return not self.pending and not self.shared and self.free_ns <= now_ns
 
     def compute_once(self, rank: int, key: Hashable, fn: Callable[[], T]) -> T:
-        """Return `fn()` as the first member that asked computed it."""
+        """Return `fn()`, which the first member that asks for this key computes for all."""
         shared = self.shared.get(key)
         if shared is None:
-            shared = self.shared[key] = SharedResult()
-        if shared.value is UNKNOWN:
-            shared.value = fn()
+            shared = self.shared[key] = SharedResult(fn())
         shared.asked.add(rank)
         if len(shared.asked) == len(self.group):
             del self.shared[key]
@@ -195,8 +192,7 @@ class CollectiveQueues:
 
     def get_queue(self, group: tuple[int, ...], now_ns: int) -> CollectiveQueue:
         last = self._last
-        # the members of a large group usually ask one after the other, and hashing the group is
-        # slow
+        # members of a large group usually ask one after the other, and hashing the group is slow
         if last.group is group:
             return last
         collective_queue = self._queues.get(group)

@@ -1,21 +1,20 @@
 """Collectives on real processes: by the backend, over a subset of the ranks, and by node.
 
 `all_reduce` and `all_gather` use a process group of the backend. An exact sum has the same bits on
-every run. Members exchange chunks by an all-to-all, each member sums its own chunk in rank order,
-and an all-gather distributes the sums. As in a ring, each member sends and receives 2(g − 1)/g of
-the vector. `all_reduce` computes every sum of 16-bit floats in this way: it adds them as float32,
-so that the sum is rounded once.
+every run. Its g members exchange chunks by an all-to-all, each member sums its own chunk in rank
+order, and an all-gather distributes the sums. As in a ring, each member sends and receives
+2(g − 1)/g of the vector. `all_reduce` computes every sum of 16-bit floats in this way: it adds them
+as float32, so that the sum is rounded once.
 
-An exact sum of two members needs no fixed order, because a + b = b + a. Up to `GATHER_MAX_ELEMENTS`
+A sum of two members is exact in any order, because a + b = b + a. Up to `GATHER_MAX_ELEMENTS`
 elements each of them gathers both vectors, which takes one message. Longer vectors use the
 all-reduce of the backend, except those of 16-bit floats, which are always gathered.
 
-`Subset` sums over some of the ranks by tagged point-to-point messages. It needs no
-process group, because creating one is a collective of all ranks. Member j receives chunk j of every
-vector, sums it in rank order and sends the sum to the others. The sum has the bits of an exact sum,
-and moves as many bytes. A subset has one sum at a time, and its messages carry a tag of the subset.
-After a failure the next epoch has connections of its own, so no message of an earlier epoch enters
-a sum.
+`Subset` sums over some of the ranks by tagged point-to-point messages, without a process group,
+because creating one is a collective of all ranks. Member j receives chunk j of every vector, sums
+it in rank order and sends the sum to the others. The sum has the bits of an exact sum, and moves as
+many bytes. A subset has one sum at a time, and its messages carry tags of its own. After a failure
+the next epoch has connections of its own, so no message of an earlier epoch enters a sum.
 
 `all_reduce_by_node` uses three collectives of the backend: a reduce inside each node, an all-reduce
 across the nodes, a broadcast inside each node. The first worker of each node is its leader. The
@@ -161,13 +160,14 @@ Routes = Mapping[int, tuple[dist.ProcessGroup, int]]
 
 
 class Subset(NamedTuple):
-    """A group without a process group: its members send each other the parts of sums."""
+    """A group of ranks that sums by point-to-point messages, without a process group."""
 
     group: Group
     rank: int  # this rank, a member
     number: int  # of the group, below MAX_GROUPS; the tags of its messages follow from it
     routes: Routes
-    # calls the blocking part; a receive with a timeout would close the connections of its group
+    # calls the function that waits for messages, None = without a limit: it ends at another epoch,
+    # while a receive that times out would close the connections of its process group
     run: Run | None = None
 
     def maximum(self, numbers: Tensor) -> Tensor:
@@ -209,11 +209,8 @@ class Subset(NamedTuple):
             for i, peer in enumerate(self.group)
             if peer != self.rank
         ]
-        work = [
-            (pg.send if sends else pg.recv)([boxes[i]], place, tag)
-            for sends, boxes in ((False, into), (True, out))
-            for i, pg, place in peers
-        ]
+        work = [pg.recv([into[i]], pg_rank, tag) for i, pg, pg_rank in peers]
+        work += [pg.send([out[i]], pg_rank, tag) for i, pg, pg_rank in peers]
 
         def finish() -> None:
             for item in work:
@@ -280,8 +277,8 @@ def all_reduce_by_node(
     """Return a new tensor with the sum or maximum over all workers, with equal bits on all of them.
 
     The bits of a sum may differ between runs, because the backend orders the terms.
-    Args: op, "sum" or "max"; groups, the process group by `Hierarchy.groups`; other groups contain
-    all workers.
+    Args: op, "sum" or "max"; groups, the process groups of `Hierarchy.groups`; a node or the
+    leaders without one there are all workers.
     """
     total, across = tensor.clone(), options_of(op)
     (own,) = (node for node in hierarchy.nodes if rank in node)

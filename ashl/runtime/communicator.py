@@ -1,18 +1,17 @@
 """Collectives of one rank on real processes: its local queues, one for each group of ranks.
 
-A collective runs inline, in the calling thread, while no other task of the rank could run
-meanwhile. Otherwise it runs on a thread of its group. The rule of `ashl.runtime.collective_queue`
-holds in both cases: members post in the same order, and of the collectives that all members have
-posted the lowest key runs first. If the oldest pending collective has key 0, it is the next one.
-Otherwise members exchange how many collectives they have posted, unless some are committed already.
-In a paced run (declared costs) they exchange before every collective, and the same exchange tells
-them when all their NICs are free.
+A collective runs inline, in the calling thread, if no other task of the rank could run meanwhile.
+Otherwise it runs on a thread of its group. The rule of `ashl.runtime.collective_queue` holds in
+both cases. A committed collective is the next one; without one, the oldest is if its key is 0.
+Otherwise members first exchange how many collectives they have posted, and commit. In a paced run
+(declared costs) they exchange before every collective, and the same exchange tells them when all
+their NICs are free.
 
 A communicator serves one epoch. If a member fails, gloo raises an error at members connected to the
 failed one, and others would wait forever. So waiting members check every `CHECK_S` seconds whether
 another epoch has begun. Then, or after an error, the collective ends with `CollectiveBrokenError`.
-In a run without epochs the error of gloo is raised, and a member may wait forever: the controller
-ends such a run.
+In a run that does not tolerate failures the error of gloo is raised, and a member may wait forever:
+the controller ends such a run.
 
 Threads: the main thread posts, and a group's thread removes collectives. Groups are independent of
 each other. Threads of an earlier epoch are daemons that nothing ends.
@@ -51,7 +50,7 @@ MakeSubgroup = Callable[[Ranks], dist.ProcessGroup]
 
 
 class CollectiveBrokenError(Exception):
-    """Raised if a member of this group has failed, or another epoch has begun."""
+    """A member of this group has failed, or another epoch has begun."""
 
     def __init__(self, group: Ranks) -> None:
         super().__init__(f"a collective of the ranks {list(group)} is broken")
@@ -61,8 +60,8 @@ class Outcome(NamedTuple):
     """The result of a collective: its value, its begin and end on the rank's clock, and the bytes
     that the rank sent and received.
 
-    `waited_ns` holds, for each earlier collective whose waiting time has become known now, how long
-    it waited for its last member.
+    `waited_ns`: the times that recent collectives, this one included, waited for their last member,
+    in the outcome with which they become known.
     """
 
     value: Any
@@ -117,7 +116,7 @@ class LocalQueue:
     def run_inline(self, effect: Collective, main: bool) -> Outcome:
         """Carry out a collective in this thread. Call it only while no collective is pending."""
         with self._changed:
-            self._inline = True  # keeps the group's thread from taking it
+            self._inline = True  # so that the group's thread does not take it
             self._append(effect, main, lambda outcome: None)
         outcome = self._carry_out(self)[1]
         self._inline = False
@@ -218,9 +217,10 @@ class Communicator:
         Args: groups, the process groups that the plan lists; a sum over other ranks works without
         one. exact, True for sums with the same bits on every run. throttle, the declared costs.
         clock_ns, returns the run time. max_bytes, the most bytes that a member of an all-gather may
-        send. synchronize, waits until an operation of a device is done. make_subgroup, makes the
-        process group of a sum that has none; None if tensors travel in the host's memory.
-        hierarchy, the nodes by which sums over all workers go, unless `exact` is set. members, all
+        send. make_subgroup, makes the process group of a sum that has none; None if tensors travel
+        in the host's memory. synchronize, waits for a collective of a device; not called without
+        `make_subgroup`. hierarchy, the nodes by which sums over all workers go, unless `exact` is
+        set. members, all
         ranks of this epoch; None = those that torch.distributed was initialised with. epoch, its
         number. routes, the process groups by which sums without a process group reach each member.
         is_over, returns True once another epoch has begun; None if the run does not tolerate
@@ -234,14 +234,14 @@ class Communicator:
         self._device_groups = dict[Ranks, dist.ProcessGroup]()  # made by `make_subgroup`
         self._max_bytes = max_bytes
         self._make_subgroup = make_subgroup
-        self._synchronize = synchronize if make_subgroup is not None else None
-        self._hierarchy = hierarchy
+        self._synchronize = synchronize
+        self._hierarchy = None if exact else hierarchy
         self._epoch = epoch
         self._is_over = is_over
         self._queues: dict[Ranks, LocalQueue] = {}
         self._routes = routes or {}
         self._all = tuple(range(dist.get_world_size())) if members is None else members
-        # by number, which the tags of their messages follow from: groups without a process group
+        # groups without a process group, by the number from which the tags of their messages follow
         self._subsets: dict[int, Ranks] = {}
         # recent unpaced collectives whose waiting times are not known yet
         self._timings: list[CollectiveTiming] = []
@@ -311,10 +311,10 @@ class Communicator:
         earliest_ns = max(self._clock(), free_ns)
         number = pending.number + (self._epoch << 32)  # unique over all epochs
         tensor = pending.effect.tensor
-        # process groups of gloo transport host memory only
-        sent = to_host(tensor) if self._make_subgroup is None else tensor
+        by_host = self._make_subgroup is None  # process groups of gloo transport host memory only
+        sent = to_host(tensor) if by_host else tensor
         value, traffic, begin, cost = self._transfer(pending.effect, sent, number, earliest_ns)
-        if self._synchronize is not None:
+        if not by_host and self._synchronize is not None:
             self._synchronize()
         elif isinstance(value, torch.Tensor):
             value = to_device(value, str(tensor.device))
@@ -389,8 +389,8 @@ class Communicator:
             if group not in self._device_groups:
                 self._device_groups[group] = self._make_subgroup(group)
             pg, is_subset = self._device_groups[group], False
+        nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
         if isinstance(effect, AllReduce) and effect.op not in PHASES_OF_A_SUM:
-            nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
             begin, cost = self._throttle.schedule_collective(
                 group, number, nbytes, earliest_ns, gathers=False
             )
@@ -402,7 +402,6 @@ class Communicator:
             gathers = effect.op == "gather"
             transfer = collectives.gather_equal if gathers else collectives.reduce_scatter
             value = transfer(tensor, g, pg, self._wait)
-            nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
             total = g * nbytes if gathers else g * value.nbytes
         else:
             value, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, self._wait)
@@ -425,20 +424,20 @@ class Communicator:
         if is_subset and len(group) > 1:
             assert effect.op == "sum"
             return self._subset(group).sum(tensor)
-        if self._hierarchy is not None and self._sums_by_nodes(group):
+        if hierarchy := self._hierarchy_of(group):
             return collectives.all_reduce_by_node(
-                tensor, effect.op, self._rank, self._hierarchy, self._groups, self._wait
+                tensor, effect.op, self._rank, hierarchy, self._groups, self._wait
             )
         return collectives.all_reduce(tensor, group, effect.op, pg, self._exact, self._wait)
 
-    def _sums_by_nodes(self, group: Ranks) -> bool:
-        """Return True if a sum over this group goes by the hierarchy. After a failure its process
-        groups no longer exist.
+    def _hierarchy_of(self, group: Ranks) -> Hierarchy | None:
+        """Return the hierarchy by which a sum over this group goes, or None. After a failure its
+        process groups no longer exist.
         """
         hierarchy = self._hierarchy
-        if hierarchy is None or self._exact or group != hierarchy.members:
-            return False
-        return all(members in self._groups for members in hierarchy.groups)
+        if hierarchy is None or group != hierarchy.members:
+            return None
+        return hierarchy if all(ranks in self._groups for ranks in hierarchy.groups) else None
 
     def _traffic(self, group: Ranks, nbytes: int) -> tuple[int, int]:
         """Return (bytes sent, bytes received) by this rank in a sum, by the cost model if there is
@@ -449,8 +448,8 @@ class Communicator:
             known = network.all_reduce_costs.initial_cost(group, nbytes)
             place = group.index(self._rank)
             return known.sent[place], known.received[place]
-        if self._hierarchy is not None and self._sums_by_nodes(group):
-            return self._hierarchy.traffic(self._rank, nbytes)
+        if hierarchy := self._hierarchy_of(group):
+            return hierarchy.traffic(self._rank, nbytes)
         flat = 2 * (g - 1) * nbytes // g
         return flat, flat
 

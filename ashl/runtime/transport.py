@@ -65,7 +65,7 @@ class ReceivedMessage(NamedTuple):
     """A message of a peer."""
 
     message: Message
-    pauses: int  # pauses of the peer before it sent the message
+    pauses: int  # number of the peer's next pause when it sent the message
 
 
 class DeliveryReceipt(NamedTuple):

@@ -19,7 +19,7 @@ MAX_BYTES = 10_000
 INT64 = st.integers(-(2**63), 2**63 - 1)
 names = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=16)
 tags = st.tuples(names, st.integers(0, 2**31 - 1), st.integers(0, 2**62 - 1))
-metas = st.lists(st.floats(), max_size=2 * framing.META).map(tuple)
+metas = st.lists(st.floats(), max_size=2 * framing.NUMBERS_IN_HEADER).map(tuple)
 bodies = st.one_of(
     st.none(),
     st.builds(
@@ -34,7 +34,9 @@ def read(raw: torch.Tensor) -> framing.Header:
     """Decode a header and the bytes after it."""
 
     def rest(count: int) -> torch.Tensor:
-        assert 0 < count <= framing.MAX_NUMBERS - framing.META, "checked before memory is taken"
+        assert 0 < count <= framing.MAX_NUMBERS - framing.NUMBERS_IN_HEADER, (
+            "checked before memory is taken"
+        )
         return torch.cat(
             [raw[framing.HEADER_WORDS :], torch.zeros(framing.MAX_NUMBERS, dtype=torch.int64)]
         )[:count]
@@ -51,7 +53,7 @@ def test_round_trip(kind, tag, body, meta) -> None:
     raw = framing.encode(kind, tag, body, meta)
     assert (raw.dtype, tuple(raw.shape)) == (
         torch.int64,
-        (framing.HEADER_WORDS + max(0, len(meta) - framing.META),),
+        (framing.HEADER_WORDS + max(0, len(meta) - framing.NUMBERS_IN_HEADER),),
     )
     header = read(raw)
     assert header[:3] == (kind, tag, 0 if body is None else body.nbytes)
@@ -170,7 +172,10 @@ def test_more_numbers_than_a_header_holds_arrive_and_what_comes_after_them_too()
     )  # it receives its own message
     body, metas = (
         torch.arange(5.0),
-        [tuple(map(float, range(n))) for n in (framing.META, framing.META + 1, 400, 2)],
+        [
+            tuple(map(float, range(n)))
+            for n in (framing.NUMBERS_IN_HEADER, framing.NUMBERS_IN_HEADER + 1, 400, 2)
+        ],
     )
     for round_, meta in enumerate(metas):
         links.post(1, ("pull", 0, round_), body, meta, (0, 0), lambda _: None)
