@@ -57,7 +57,7 @@ def test_keys_and_requests_are_the_same_for_all(server) -> None:
     assert [one.compare_set("c", "", "one"), two.compare_set("c", "", "two")] == [b"one"] * 2
     assert two.compare_set("c", "one", "two") == own.call("get", "c") == b"two"
     assert (one.add("n", 2), two.add("n", 3), two.delete_key("n")) == (2, 5, True)
-    with pytest.raises(RuntimeError, match=r"has not n after 0\.01 s"):
+    with pytest.raises(RuntimeError, match=r"has no n after 0\.01 s"):
         two.wait(["n"], timedelta(milliseconds=10))
     big = bytes(9_000_000)
     assert one.call("twice", 3, memoryview(big)) is None, "no handler yet"

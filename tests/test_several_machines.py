@@ -496,7 +496,7 @@ def test_an_interface_that_is_named(two_cards, monkeypatch) -> None:
     )
     with pytest.raises(
         UsageError,
-        match=r"runtime.interface=eth7, and .* 'eth7' with an address; there are: lo, eth0, eth1",
+        match=r"runtime.interface=eth7: .* 'eth7' with an address; take one of lo, eth0, eth1",
     ):
         interface.find_configured("eth7")
     with pytest.raises(UsageError, match="no interface 'docker0' with an address"):
@@ -512,13 +512,11 @@ def test_the_interface_that_leads_to_the_master() -> None:
 
 
 def test_loopback_leads_to_no_other_machine(monkeypatch) -> None:
-    routes = {"10.0.0.8": Interface("eth1", "10.0.0.7"), "10.9.9.9": None}
-    monkeypatch.setattr(interface, "find_route", lambda host: routes[host])
     lo, card = Interface("lo", "127.0.1.1"), Interface("eth0", "192.168.0.7")
-    assert (
-        interface.replace_loopback(lo, ["127.0.1.1", None, "10.9.9.9", "10.0.0.8"])
-        == routes["10.0.0.8"]
-    )
+    found = Interface("eth1", "10.0.0.7")
+    routes = {"10.0.0.8": found, "10.9.9.9": None, "127.0.1.1": lo}
+    monkeypatch.setattr(interface, "find_route", lambda host: routes[host])
+    assert interface.replace_loopback(lo, ["127.0.1.1", "10.9.9.9", "10.0.0.8"]) == found
     assert interface.replace_loopback(lo, ["127.0.1.1"]) == lo
     assert interface.replace_loopback(card, ["10.0.0.8"]) == card
 

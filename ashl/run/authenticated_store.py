@@ -11,11 +11,11 @@ before it reads a request, and logs the address once. So a client without the se
 read, write nor delete a value, nor use up memory. A message is a list in JSON, followed by the
 bytes in it; nothing is unpickled.
 
-A call over a broken network never returns by itself. So a client waits for an answer in ticks, and
-raises an error after too many. A tick ends late if this process was stopped: that time does not
-count.
+A call over a broken network never returns by itself. So a client waits for an answer in ticks of
+`TICK_S`, and raises an error after too many. If this process is paused, a tick is longer and still
+counts once, so that the pause does not use up the limit.
 
-Limits: what follows the challenge is neither encrypted nor signed.
+Limits: messages after the challenge are neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 
 HASH_BYTES = 32
 CHALLENGE_S = 5.0  # seconds in which a client has to prove that it knows the secret
-PENDING = 64  # connections that have not proved it yet; more are closed at once
+PENDING = 64  # connections at a time within the challenge; more are closed at once
 RETRY_S = 0.1
 TICK_S = 0.1  # seconds between two looks for an answer
 POLL_S = 0.005  # seconds between two looks for a key
 SIZE = struct.Struct(">Q")  # bytes of a message
-BYTES = "$bytes"  # key of the number of bytes in place of bytes
+BYTES = "$bytes"  # {BYTES: length} in the JSON list stands for bytes that follow it
 CLIENT, SERVER = b"client", b"server"
 # operations of torch's store
 OPERATIONS = {"set", "get", "compare_set", "add", "check", "delete_key"}
@@ -150,7 +150,7 @@ class Connection:
             if not count:
                 raise ConnectionError("the connection was closed")
             content = content[count:]
-            if count > HASH_BYTES:  # a challenge that arrives byte by byte has no more time
+            if count > HASH_BYTES:  # a challenge that arrives byte by byte gets no more time
                 ticks = 0
 
     def send(self, content: bytes | memoryview) -> None:
@@ -163,7 +163,7 @@ class Connection:
         return content
 
     def send_message(self, *values: Any) -> None:
-        """Send plain values. Bytes follow the others, which have their number in their place."""
+        """Send plain values as a list in JSON, then the bytes among them (`BYTES`)."""
         contents: list[bytes | memoryview] = []
 
         def replace_bytes(content: bytes | memoryview) -> dict[str, int]:
@@ -176,7 +176,7 @@ class Connection:
             self.send(content)
 
     def receive_message(self) -> list[Any]:
-        """Return the next message of a process that has proved that it knows the secret."""
+        """Return the next message. Its lengths are trusted: call it after the challenge."""
 
         def read_bytes(value: dict[str, Any]) -> object:
             return bytes(self.receive(value[BYTES])) if BYTES in value else value
@@ -184,10 +184,11 @@ class Connection:
         header = self.receive(*SIZE.unpack(self.receive(SIZE.size)))
         return json.loads(header, object_hook=read_bytes)
 
-    def prove(self, secret: Secret, roles: tuple[bytes, bytes]) -> None:
-        """Prove that this end knows the secret, and check that the other end does.
+    def authenticate(self, secret: Secret, roles: tuple[bytes, bytes]) -> None:
+        """Prove that this end knows the secret, and check that the other end does. The client
+        proves it first.
 
-        Args: roles, of this end and of the other. The client proves it first.
+        Args: roles, of this end and of the other, CLIENT or SERVER.
         Raises: ConnectionError if the other end does not know the secret.
         """
         own = os.urandom(HASH_BYTES)
@@ -207,7 +208,7 @@ class Connection:
 
 
 class StoreServer:
-    """Serves the store in the process of the controller, each connection by a thread."""
+    """Serves the store in the process of the controller, with a thread for each connection."""
 
     def __init__(self, secret: Secret, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen at this address; "" = all addresses. Raises OSError if the port is taken."""
@@ -230,7 +231,7 @@ class StoreServer:
         self._listener.shutdown(socket.SHUT_RDWR)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Run an operation of torch's store, or a request; None while no handler accepts it."""
+        """Run an operation of torch's store, or the handler of a request; None if it has none."""
         if name in OPERATIONS:
             return getattr(self._store, name)(*args)
         handler = self.handlers.get(name)
@@ -265,7 +266,7 @@ class StoreServer:
         """Answer the requests of a client that knows the secret until its connection is closed."""
         with closing(Connection(link, CHALLENGE_S)) as connection, suppress(OSError, ValueError):
             try:
-                connection.prove(self._secret, (SERVER, CLIENT))
+                connection.authenticate(self._secret, (SERVER, CLIENT))
             except OSError:
                 with self._lock:
                     if address not in self.refused:
@@ -303,7 +304,7 @@ class StoreClient(dist.Store):
             try:
                 link = socket.create_connection((self.host, self.port), timeout=CHALLENGE_S)
                 self._connection = Connection(link, CHALLENGE_S)
-                return self._connection.prove(secret, (CLIENT, SERVER))
+                return self._connection.authenticate(secret, (CLIENT, SERVER))
             except OSError:
                 if time.monotonic() > end_s:
                     raise
@@ -356,7 +357,7 @@ class StoreClient(dist.Store):
         end_s = time.monotonic() + limit_s
         while not self.check(keys):
             if time.monotonic() > end_s:
-                raise RuntimeError(f"the job's store has not {', '.join(keys)} after {limit_s:g} s")
+                raise RuntimeError(f"the job's store has no {', '.join(keys)} after {limit_s:g} s")
             time.sleep(POLL_S)
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:

@@ -1,8 +1,8 @@
-"""The network interface of a rank's messages, for gloo and NCCL.
+"""Choose the network interface of a rank's messages, for gloo and NCCL.
 
-gloo advertises the address of the interface that it is set to. Without one it advertises the
-address of the machine's own name. On Debian that is loopback (`127.0.1.1 name` in /etc/hosts),
-which no other machine can reach.
+Chosen is `runtime.interface`, else GLOO_SOCKET_IFNAME, else the interface of the route to the
+master. Without any, gloo advertises the address of the machine's own name. On Debian that is
+loopback (`127.0.1.1 name` in /etc/hosts), which no other machine can reach.
 """
 
 import os
@@ -25,11 +25,11 @@ LOOPBACK_S = 5.0  # seconds to connect within this machine
 
 
 class Interface(NamedTuple):
-    """An interface with its address, and the key or variable that names it, if one does."""
+    """An interface, or several in one setting, with the address of the first."""
 
-    name: str
+    name: str  # names are separated by commas
     address: str
-    by: str | None = None
+    by: str | None = None  # the key or variable that sets it; None if the route does
 
     @property
     def is_loopback(self) -> bool:
@@ -80,8 +80,8 @@ def find_configured(wanted: str | None) -> Interface | None:
         if not there.get(name):
             having = ", ".join(other for other, own in there.items() if own)
             raise UsageError(
-                f"{by}={names}, and {socket.gethostname()} has no interface {name!r} with an"
-                f" address; there are: {having}"
+                f"{by}={names}: {socket.gethostname()} has no interface {name!r} with an address;"
+                f" take one of {having}"
             )
     return Interface(names, there[names.split(",")[0]][0], by)
 
@@ -113,10 +113,11 @@ def find_route(host: str) -> Interface | None:
 
 
 def own_address(host: str) -> str:
-    """Return the address of this machine by which its name `host` is known; "" = all addresses.
+    """Return the address at which to listen, so that others reach this machine by its name `host`;
+    "" = all addresses.
 
-    A name may resolve to loopback here, or to an address that another machine translates: then it
-    is the address of GLOO_SOCKET_IFNAME, else all addresses.
+    If the name resolves to loopback here, or to an address that no interface has (NAT), this is the
+    address of GLOO_SOCKET_IFNAME, else all addresses.
     """
     if is_loopback(host):
         return "127.0.0.1" if host == LOCAL else host
@@ -129,26 +130,26 @@ def own_address(host: str) -> str:
     return found.address if found else ""
 
 
-def replace_loopback(chosen: Interface | None, elsewhere: Iterable[str | None]) -> Interface | None:
-    """Replace loopback by an interface with a route to one of the addresses `elsewhere`.
+def replace_loopback(chosen: Interface | None, elsewhere: Iterable[str]) -> Interface | None:
+    """Replace loopback, or no interface, by that of a route to another node.
 
-    Returns: `chosen` if there is no such route, or if it is not loopback, or set by the user.
+    Args: elsewhere, addresses of processes on other nodes.
+    Returns: `chosen` if there is no such route, if the user set it, or if it is not loopback.
     """
     if chosen is not None and (chosen.by or not chosen.is_loopback):
         return chosen
     for address in elsewhere:
-        if (
-            address
-            and not is_loopback(address)
-            and (found := find_route(address))
-            and not found.is_loopback
-        ):
+        found = find_route(address)
+        if found is not None and not found.is_loopback:
             return found
     return chosen
 
 
 def use_interface(chosen: Interface | None) -> None:
-    """Make gloo and NCCL use this interface in this process; None = their own choice."""
+    """Make gloo and NCCL use this interface in this process; None leaves them their own choice.
+
+    A NCCL_SOCKET_IFNAME of the user stays, unless `runtime.interface` is set.
+    """
     if chosen is None:
         return
     os.environ[GLOO] = chosen.name

@@ -1,4 +1,4 @@
-"""A job of another launcher, for example torchrun: its processes join, run their ranks and exit.
+"""Run a job of another launcher, for example torchrun: its processes join, run their ranks, exit.
 
 Process i is the process with RANK=i in the launcher's environment. Its rank in the plan may differ:
 placement assigns the ranks of the plan to processes.
@@ -8,7 +8,7 @@ It checks that all processes fit together, and decides which process runs which 
 Then it runs the controller, which answers the requests, with its rank as a child process. Every
 other process runs its rank itself (`run_as_rank`).
 
-A process that an engine has restarted asks in the same way. It waits until the controller has
+A process that the launcher has restarted asks in the same way. It waits until the controller has
 noticed the failure of the earlier process of its rank, and rejoins as `ashl join` does.
 """
 
@@ -70,7 +70,7 @@ def describe_process(
             interface.check_loopback(f"MASTER_ADDR={job.host}")
         chosen = interface.choose_interface(parts.runtime.interface, job.host)
         device = device_of(parts.runtime, job.local_rank or 0)
-    if job.agent_store:  # torchrun's agent may be killed, and ranks have sessions of their own
+    if job.agent_store:  # torchrun's agent, if killed, would leave this process running
         end_with_parent()
     hello = make_hello(
         job.rank,
@@ -86,6 +86,7 @@ def describe_process(
 def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> Lead:
     """Gather the hellos of all processes at process 0, and decide which process runs which rank.
 
+    Returns: the store, the rank of process 0, and the places for the other processes.
     Raises: AshlError or UsageError, in all processes, if they cannot run this plan.
     """
     timeout_s = wait_limit_s(plan.runtime)
@@ -108,7 +109,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         apart = have_own_gpus(gpus, plan, parts)
     for rank, process in enumerate(processes):
         theirs = hellos[process]
-        # a worker uses the GPU that it shares with a server
+        # if a worker and a server have the same GPU, only the worker uses it
         shared = rank >= plan.num_workers and gpus[rank] in gpus[:rank]
         settings = RankSettings(rank, device=HOST if shared else theirs.device, have_own_gpus=apart)
         others = [peer.address for peer in hellos if peer.node_id != theirs.node_id]
@@ -125,8 +126,8 @@ def sharing_error(
 ) -> Generator[None]:
     """Share an AshlError of this process with all processes of the job, and raise it again.
 
-    They end with this error instead of waiting for this process. Nothing is shared without a job.
-    Args: requests, at process 0, if it receives them already.
+    They end with this error instead of waiting for this process.
+    Args: job, None if there are no other processes; requests, at process 0, once it receives them.
     """
     try:
         yield
@@ -138,8 +139,8 @@ def sharing_error(
 
 
 def share_error(job: JobMembership, requests: PlaceRequests | None, error: AshlError) -> None:
-    """Send an error of this process to process 0, or from there to the processes that ask for a
-    place within `PATIENCE_S` seconds: the store ends with process 0.
+    """Send an error of this process to process 0. At process 0, answer with it those processes that
+    ask for a place within `PATIENCE_S` seconds; later ones find no store.
     """
     text = to_one_line(str(error))
     own = make_hello(job.rank, error=text, exit_code=error.exit_code)
@@ -147,7 +148,7 @@ def share_error(job: JobMembership, requests: PlaceRequests | None, error: AshlE
         connect_store(job, PATIENCE_S).call("join", own)
         return
     requests = requests or PlaceRequests(serve_store(job), own)
-    # once the run has begun, only processes without a place wait
+    # once ranks are assigned, `places` holds those of processes that have no answer yet
     waiting = len(requests.places) if requests.workers else job.world_size - 1
     requests.refuse_all(error, waiting)
 
@@ -155,8 +156,8 @@ def share_error(job: JobMembership, requests: PlaceRequests | None, error: AshlE
 def await_place(store: StoreClient, own: Hello, timeout_s: float) -> Place:
     """Wait for the place of a process other than process 0.
 
-    If the rank had another process before, this one waits until the controller has noticed its
-    failure. Then it gets the place of the next incarnation.
+    If the rank had another process before, this one waits until the controller has noticed that
+    process's failure, up to `timeout_s`. Then it gets the place of the next incarnation.
     Raises: AshlError with the reason if there is no place for it.
     """
     until_s = time.monotonic() + timeout_s
@@ -196,7 +197,7 @@ def address_of(job: JobMembership) -> StoreAddress:
     """Return the address of the job's store, with the secret that all processes of the job derive
     from the launcher's environment.
 
-    The port is MASTER_PORT. If an agent of torchrun listens there, it follows from the secret.
+    The port is MASTER_PORT. If torchrun's agent listens there, the port follows from the secret.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
     secret = shared_secret(job.port, run_id, job.attempt)
@@ -209,7 +210,7 @@ def port_source(job: JobMembership) -> str:
 
 
 def connect_store(job: JobMembership, timeout_s: float) -> StoreClient:
-    """Return the job's store, which process 0 serves.
+    """Connect to the job's store, which process 0 serves.
 
     Raises: AshlError if the master does not answer within `timeout_s` seconds.
     """

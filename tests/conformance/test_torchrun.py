@@ -94,7 +94,7 @@ def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -
             1,
             "runtime.interface=eth77",
             2,
-            "runtime.interface=eth77, and .* has no interface 'eth77' with an address; ",
+            "runtime.interface=eth77: .* has no interface 'eth77' with an address; ",
         ),
         (1, "dataset=mnist", 3, "Data set MNIST is missing or incomplete in "),
         (0, "run.dir=/dev/null/run", 2, "Cannot write to the run folder /dev/null/run"),
