@@ -1,13 +1,13 @@
 """Symmetric grid: round each element at random to a neighbouring multiple of one step, unbiased.
 
 Use when: an unbiased quantizer with one step for the whole vector is wanted.
-Avoid when: links are slow: it sends 8 bits per element by default.
-Alternatives: `qsgd` in buckets; `uniform`.
+Avoid when: links are slow: by default it sends 8 bits per element.
+Alternatives: `qsgd`, with a step for each bucket of elements; `uniform`.
 
 Rule: L = 2^(b−1) − 1, Δ = ‖x‖_∞ / L; q_j = ⌊x_j/Δ + u_j⌋ in −L … L with u_j uniform in [0, 1);
 C(x)_j = Δ·q_j. E C(x) = x and E‖C(x) − x‖² ≤ d·Δ²/4 ≤ d/(4L²)·‖x‖².
-Bits: b·d + 32. A payload states its b, which may differ from message to message; a payload of
-float32 is valid, too.
+Bits: b·d + 32. A payload states its b, which may differ from message to message. A payload may also
+hold x as float32.
 
 Limits: one large element makes the grid coarse for all. If an element is not finite, all become
 NaN.
@@ -38,8 +38,8 @@ from ashl.compression.kernels import (
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
 from ashl.option import Number, option
 
-MOST = 16  # largest b
-WHOLE = 0  # form of a payload of float32; the form of all others is b
+MAX_BITS = 16
+FLOAT32 = 0  # form of a payload of float32; the form of all others is b
 
 
 @option
@@ -49,7 +49,7 @@ class Grid(Codec):
     code: ClassVar[int] = 102
     on_host: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(unbiased=True)
-    bits: Annotated[int, Number, Field(ge=2, le=MOST)]
+    bits: Annotated[int, Number, Field(ge=2, le=MAX_BITS)]
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         steps, top = largest_level(self.bits), largest_magnitude(x)
@@ -69,11 +69,11 @@ class Grid(Codec):
 
     def unpack(self, parts: Parts, d: int) -> Tensor:
         bits, count = parts.form, parts.count
-        if count != d or len(parts.indices) or not (bits == WHOLE or 2 <= bits <= MOST):
+        if count != d or len(parts.indices) or not (bits == FLOAT32 or 2 <= bits <= MAX_BITS):
             raise PayloadError(
                 f"expected a grid of {d} elements; received form {bits} with {count} values"
             )
-        if bits == WHOLE:
+        if bits == FLOAT32:
             typed_part(parts.scales, torch.float32, 0, "scales")
             return typed_part(parts.values, torch.float32, d, "values").clone()
         top, steps = typed_part(parts.scales, torch.float32, 1, "scales"), largest_level(bits)

@@ -1,20 +1,19 @@
 """Compress pushes and pulls: a codec between sender and receiver, with the state that it keeps at
 both.
 
-Push: the codec with its wrappers encodes the update. The messages of one worker meet the same
-`sender` state at the worker and the same `receiver` state at the server; payloads that are reduced
-together share one `memory`.
+Push: the codec with its wrappers encodes the update. The worker keeps one `sender` state for its
+messages, and the receiver one of `receivers` for each worker. A codec that reduces all payloads of
+a merge together keeps one `memory` instead.
 Pull: if pulls are compressed, C(w − h_i) is sent, where h_i is the model that worker i holds. Both
 sides add it: h_i ← h_i + C(w − h_i). Elements that were not sent are still in w − h_i at the next
 pull, so h_i carries the residual and C needs no error feedback. The first pull is the model itself,
 and so is a pull that would be no shorter. Therefore a ratio of 1 is the plain pull, bit for bit.
 
-A codec works on the vectors' device, or in the host's memory alone (`on_host`); its input is moved
+A codec works on the vectors' device, or in the host's memory alone (`on_host`). Its input is moved
 there, and its output is moved back.
 
-`CodecState` is part of a rank's state, so that a checkpoint holds it, and only this module changes
-it. In a run that is only timed, vectors and payloads are `SizeOnly`, and of the codec only its size
-functions are called.
+`CodecState` is part of a rank's state, so that a checkpoint holds it. In a run that is only timed,
+vectors and payloads are `SizeOnly`, and of the codec only its size functions are called.
 
 Source: pulls are EF21-P of Gruntkowska, Tyurin and Richtárik, "EF21-P and Friends", ICML 2023, with
 one copy per worker because workers pull at different times.
@@ -110,8 +109,8 @@ class CompressionPipeline:
 
     @property
     def max_message_bytes(self) -> int:
-        """Return an upper bound on the bytes of a message: two models, or a payload of all
-        elements, and `EXTRA_BYTES`.
+        """Return an upper bound on the bytes of a message: two models, or a payload of full
+        density, whichever is larger, and `EXTRA_BYTES`.
         """
         return EXTRA_BYTES + max(
             8 * self.d, *(self.codec.encoded_nbytes(share, self.d) for share in (None, 1.0))
@@ -119,15 +118,15 @@ class CompressionPipeline:
 
     @property
     def has_constant_size(self) -> bool:
-        """Return True if an all-reduce transports messages of one payload's size, for any number of
-        workers.
+        """Return True if the message of an all-reduce has the size of one payload, for any number
+        of workers.
         """
         return (
             self.traits.lossless or self.traits.linear or isinstance(self.inner_codec, Collective)
         )
 
     def peers(self, place: int, size: int) -> tuple[int, ...]:
-        """Return the ranks with which the codec's own protocol exchanges messages."""
+        """Return the peers in the codec's own protocol of worker `place` of `size` workers."""
         return (
             self.inner_codec.peers(place, size) if isinstance(self.inner_codec, Collective) else ()
         )
@@ -138,18 +137,15 @@ class CompressionPipeline:
         """Return the codec state for a stage that begins with this pipeline, at learning rate
         `rate`.
 
-        Sender and receivers begin without state. Two parts are kept: the models that workers hold,
-        and the residual of updates at a sender or in a shared memory, if the codec can convert it.
+        Kept are the models that workers hold and, if the codec can convert them, the residual at a
+        sender and the memory. All other state is dropped. A model moves by −rate · gradient, by
+        which a memory is converted between gradients and differences of models.
         """
         memory = None
         if state.memory is not None and isinstance(self.inner_codec, Reduces):
-            factor = (
-                1.0
-                if gradients == state.gradients or not rate
-                else -1 / rate
-                if gradients
-                else -rate
-            )
+            factor = 1.0
+            if gradients != state.gradients and rate:
+                factor = -1 / rate if gradients else -rate
             memory = self.inner_codec.convert_memory(state.memory, keeps, factor)
         sender = (
             self._move_state(convert_sender(state.sender, self.codec)) if keeps.residual else None
@@ -178,7 +174,7 @@ class CompressionPipeline:
         return payload
 
     def declared_nbytes(self, context: EncodeContext) -> int:
-        """Return the size of a message in bytes; an upper bound if `traits.variable`."""
+        """Return the declared bytes of a message; an upper bound if `traits.variable`."""
         return self.codec.encoded_nbytes(self.codec.density(context), self.d)
 
     def move_to_codec(self, codec: Codec, x: Tensor) -> Tensor:
@@ -188,12 +184,12 @@ class CompressionPipeline:
         return to_host(x) if codec.on_host else to_device(x, self.device)
 
     def move_from_codec(self, x: Tensor) -> Tensor:
-        """Move a vector from the codec's device to that of the vectors."""
+        """Move a decoded vector to the device of the vectors."""
         return to_device(x, self.device)
 
     def check_size(self, payload: Tensor, context: EncodeContext) -> None:
-        """Check that a first message has the size that the codec declares, because runs are planned
-        and timed by it. Raises UsageError.
+        """Raise UsageError unless a first message has the size that the codec declares, by which
+        runs are planned and timed.
         """
         size, variable = self.declared_nbytes(context), self.traits.variable
         if payload.nbytes > size or (payload.nbytes < size and not variable):
@@ -205,8 +201,8 @@ class CompressionPipeline:
             )
 
     def restore_dropped(self, state: CodecState, payload: Payload) -> None:
-        """Return the content of a dropped payload to the sender's state."""
-        # otherwise the vector was sent without encoding
+        """Add the content of a dropped payload back to the sender's state."""
+        # a payload that is not uint8 is a vector that was sent without encoding
         if not isinstance(payload, SizeOnly) and payload.dtype == torch.uint8:
             state.sender = self.codec.restore_dropped(state.sender, payload)
 
@@ -269,7 +265,7 @@ class CompressionPipeline:
         return self.inner_codec.summand(payload)
 
     def decode_sum(self, state: CodecState, payload: Payload, total: Payload) -> Vector:
-        """Decode a sum of summands; `payload` is the one of this worker. Raises PayloadError."""
+        """Decode a sum of summands with the rest of this worker's payload. Raises PayloadError."""
         if isinstance(payload, SizeOnly) or isinstance(total, SizeOnly):
             return self.size_only_vector
         assert isinstance(self.inner_codec, Linear)
@@ -303,23 +299,21 @@ class CompressionPipeline:
     # --- differences between models
 
     def encode_difference(self, x: Vector, context: EncodeContext) -> Payload:
-        """Encode a difference of models by the codec alone, without state."""
+        """Encode a difference of models by the codec without wrappers and state."""
         if isinstance(x, SizeOnly):
             return SizeOnly(self.inner_codec.encoded_nbytes(context.ratio, self.d))
         return self.inner_codec.encode(None, self.move_to_codec(self.inner_codec, x), context)[1]
 
     def add_payloads(self, vector: Vector, payloads: Sequence[tuple[Payload, float]]) -> Vector:
         """Return a new vector: vector + Σ weight · content of the payloads. Raises PayloadError."""
-        return (
-            vector
-            if isinstance(vector, SizeOnly)
-            else self._add_payloads(self.inner_codec, vector, payloads)
-        )
+        if isinstance(vector, SizeOnly):
+            return vector
+        return self._add_payloads(self.inner_codec, vector, payloads)
 
     def encode_pull(
         self, state: CodecState, worker: int, model: Vector, context: EncodeContext
     ) -> Payload:
-        """Encode, at the server, a pull that gives this model to a worker."""
+        """Encode, at the server, a pull by which a worker gets close to this model."""
         held = state.held.get(worker)
         if held is None or self.pull_codec.encoded_nbytes(context.ratio, self.d) >= model.nbytes:
             state.held[worker] = model

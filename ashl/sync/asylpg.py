@@ -45,7 +45,7 @@ from typing import Any, ClassVar
 import torch
 
 from ashl.compression.contract import EncodeContext, as_float32
-from ashl.compression.grid import MOST, WHOLE, Grid
+from ashl.compression.grid import FLOAT32, MAX_BITS, Grid
 from ashl.compression.kernels import packed_bytes
 from ashl.compression.payload import HEADER, Parts, write_payload
 from ashl.device import read_scalars, to_host
@@ -254,10 +254,10 @@ def write_model(x: Any, anchor: Any, context: EncodeContext, mu: float | None) -
     if isinstance(x, SizeOnly):
         if mu is None:
             return SizeOnly(HEADER.size + x.nbytes)
-        return SizeOnly(HEADER.size + 4 + packed_bytes(x.nbytes // 4, MOST // 2))
+        return SizeOnly(HEADER.size + 4 + packed_bytes(x.nbytes // 4, MAX_BITS // 2))
     model, bits = as_float32(to_host(x)), bits_of(x, anchor, mu)
     if bits is None:
-        return write_payload(Grid.code, len(model), Parts(len(model), model, form=WHOLE))
+        return write_payload(Grid.code, len(model), Parts(len(model), model, form=FLOAT32))
     return Grid(bits=bits).encode(None, model, context)[1]
 
 
@@ -270,7 +270,7 @@ def bits_of(x: Any, anchor: Any, mu: float | None) -> int | None:
         return None
     steps = top * math.sqrt(x.numel() / mu) / (2 * apart)
     bits = 1 + max(1, math.ceil(math.log2(steps + 1)))
-    return bits if bits <= MOST else None
+    return bits if bits <= MAX_BITS else None
 
 
 def is_encoded(payload: Vector) -> bool:
@@ -279,4 +279,4 @@ def is_encoded(payload: Vector) -> bool:
 
 def read_model(payload: Any, d: int) -> Any:
     """Decode Q(x), as a vector of length d. Raises: PayloadError."""
-    return Grid(bits=MOST).decode(None, payload, d)[1]
+    return Grid(bits=MAX_BITS).decode(None, payload, d)[1]

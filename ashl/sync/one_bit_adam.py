@@ -8,9 +8,9 @@ Alternatives: `zero_one_adam`, which learns the variance on the way; `bsp` with
 
 Rule: m and v are Adam's moments after the T warm-up steps of the stage before. Worker i sends
 C(β1·m + (1 − β1)·g_i) with error feedback. The mean of these is the new m on all workers, and w ← w
-− η·m̂/(√v̂ + ε). Both bias corrections are those of T steps. Adam's own steps cannot be compressed
-in this way, because v is not linear in the gradients; v changes little after the warm-up. Weight
-decay is decoupled, as in AdamW.
+− η·m̂/(√v̂ + ε). Both bias corrections remain those of T steps. v is frozen because it is not linear
+in the gradients, so that compressed gradients would not add up to it; after the warm-up it changes
+little. Weight decay is decoupled, as in AdamW.
 Waiting: every worker waits for all others at each step (all-reduce).
 
 Limits: C = identity is Adam with a frozen variance. `schedule=one_bit_adam` with a warm-up until
@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.optimizer.adam import adam_step as stepped
+from ashl.optimizer.adam import adam_step
 from ashl.option import option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
@@ -40,7 +40,7 @@ from ashl.topology.local_work import Work, WorkerState, local_work
 
 @option
 class OneBitAdam(StepRule):
-    """Sums of Adam's momenta."""
+    """All-reduce of compressed momenta, for Adam with a frozen variance."""
 
     exchange: ClassVar[str] = "gradient"
     after_adam: ClassVar[bool] = True
@@ -63,13 +63,13 @@ class OneBitAdam(StepRule):
 def descend(
     stage: StageConfig, params: Any, moments: Any, momentum: Any, lr: float, steps: int = 1
 ) -> Any:
-    """Return the model after `steps` steps whose momenta add up to `momentum`, over the present
-    variance.
+    """Return the model after `steps` steps of Adam whose momenta add up to `momentum`, with the
+    variance and step count in `moments`.
     """
     adam = stage.plan.optimizer
-    kept = params * (1 - lr * float(adam["weight_decay"])) ** steps
+    decayed = params * (1 - lr * float(adam["weight_decay"])) ** steps
     beta1, beta2, eps = (float(adam[key]) for key in ("beta1", "beta2", "eps"))
-    return stepped(kept, momentum, moments[2], lr, moments[0], beta1, beta2, eps)
+    return adam_step(decayed, momentum, moments[2], lr, moments[0], beta1, beta2, eps)
 
 
 async def compute_momentum(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
