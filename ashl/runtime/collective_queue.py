@@ -8,9 +8,9 @@ fewer than its `credit` are committed, the one in flight included; with credit 0
 Committed collectives run in the order of their commits. A member that breaks the rule gets an error
 in virtual time. On real processes the ranks that differ hang or mix their data, as with MPI.
 
-Which collective is next follows from the number of collectives that all members have posted, so
-real processes exchange this number (`ashl.runtime.communicator`). The exchange is not needed while
-a collective is committed, or if the oldest one has key 0.
+The next collective follows from the number of collectives that all members have posted, so real
+processes exchange this number (`ashl.runtime.communicator`). The exchange is not needed while a
+collective is committed, or if the oldest one has key 0.
 
 Source of the credit: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
 Acceleration", SOSP 2019 (ByteScheduler).

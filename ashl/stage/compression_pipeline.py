@@ -109,8 +109,8 @@ class CompressionPipeline:
 
     @property
     def max_message_bytes(self) -> int:
-        """Return an upper bound on the bytes of a message: two models, or a payload of full
-        density, whichever is larger, and `EXTRA_BYTES`.
+        """Return an upper bound on the bytes of a message: the larger of two models and a payload
+        of full density, and `EXTRA_BYTES`.
         """
         return EXTRA_BYTES + max(
             8 * self.d, *(self.codec.encoded_nbytes(share, self.d) for share in (None, 1.0))

@@ -33,10 +33,10 @@ from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, Rou
 
 
 class Mass(NamedTuple):
-    """The pair that push-sum adds up: at a worker x_i and w_i, whose quotient is its model."""
+    """The pair that push-sum adds up; the model of a worker is x/w."""
 
-    x: Any
-    w: float
+    x: Any  # x_i
+    w: float  # w_i
 
 
 @option

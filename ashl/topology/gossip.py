@@ -680,9 +680,9 @@ async def gather_counts(
 ) -> tuple[list[list[int]], int]:
     """Exchange how far each worker is, and the decision of the lead rank.
 
-    A member that continues counts its own rounds. Those of a failed or joining worker are the
-    fewest that any of them has counted. A decision to pause is taken again, and the decision of
-    an earlier stage has been carried out: both are sent as 0.
+    A member that continues counts its own rounds. A failed or joining worker has the fewest rounds
+    that any of these members has counted for it. A decision to pause is taken again, and a decision
+    of an earlier stage has been carried out: both are sent as 0.
     Returns: (rounds and steps of each worker, decision as a position in DECISIONS).
     """
     progress = state.progress
