@@ -214,7 +214,7 @@ class Communicator:
     ) -> None:
         """Set up the collectives of a rank.
 
-        Args: groups, the process groups that the plan lists; a sum over other ranks works without
+        Args: groups, the process groups of `Topology.groups`; a sum over other ranks works without
         one. exact, True for sums with the same bits on every run. throttle, the declared costs.
         clock_ns, returns the run time. max_bytes, the most bytes that a member of an all-gather may
         send. make_subgroup, makes the process group of a sum that has none; None if tensors travel
@@ -396,7 +396,7 @@ class Communicator:
             )
             value = self._sum(effect, tensor, pg, is_subset)
             return value, self._traffic(group, nbytes), begin, cost
-        assert not is_subset, "gathering needs all ranks, or a group that the plan lists"
+        assert not is_subset, "gathering needs all ranks, or a group of `Topology.groups`"
         value: Any
         if isinstance(effect, AllReduce):
             gathers = effect.op == "gather"
@@ -464,8 +464,8 @@ class Communicator:
         number = zlib.crc32(repr(group).encode()) % collectives.MAX_GROUPS
         if self._subsets.setdefault(number, group) != group:
             raise AshlError(
-                f"the groups {group} and {self._subsets[number]} cannot be told apart; list one of"
-                " them in the plan"
+                f"the groups {group} and {self._subsets[number]} have the same message tags; return"
+                " one of them from `groups` of the sync mode, or change cluster.num_workers"
             )
         run = None if self._is_over is None else self._run_in_epoch
         return Subset(group, self._rank, number, self._routes, run)
