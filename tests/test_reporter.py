@@ -24,7 +24,7 @@ from ashl.run.authenticated_store import (
     new_secret,
 )
 from ashl.run.control_channel import MAX_PENDING_MODELS, Content, ControlChannel, Reporter
-from ashl.run.handshake import PlaceRequests, make_hello, request_place
+from ashl.run.handshake import Place, PlaceRequests, make_hello, request_place
 from ashl.run.process_setup import EXIT_EVICTED
 from ashl.run.rank import RankSettings, leave, run_rank
 from ashl.run.supervisor import answer_requests
@@ -296,3 +296,19 @@ def test_a_request_for_a_place_is_withdrawn_when_its_process_waits_no_longer(
     assert len(requests.pending) == 1
     answer_requests(cast("Any", SimpleNamespace(requests=requests)))
     assert not requests.pending
+
+
+def test_a_process_that_ends_before_its_first_report_gives_its_place_back(
+    server, store, channel
+) -> None:
+    """The place stayed taken until the heartbeat timeout."""
+    requests = PlaceRequests(server, make_hello(0))
+    requests.places = {1: Place(RankSettings(1))}
+    asks = threading.Thread(target=request_place, args=(store, make_hello(1)))
+    asks.start()
+    wait_for(lambda: requests.pending)
+    answer_requests(cast("Any", SimpleNamespace(requests=requests, channel=channel)))
+    asks.join()
+    assert not channel.is_closed(1)
+    store.close()
+    wait_for(lambda: channel.is_closed(1))

@@ -173,6 +173,12 @@ class ControlChannel:
         """End the present incarnation of a rank at its next report."""
         self._evicted[rank, self.incarnations[rank]] = end
 
+    def expect_reports(self, rank: int, thread: int) -> None:
+        """Expect the reports of a rank's present incarnation by the connection that this thread
+        serves. If the connection is closed, the process of the rank has ended.
+        """
+        self._senders[thread] = rank, self.incarnations[rank]
+
     def close(self, end: End, here: Collection[int]) -> None:
         """Tell all ranks how the run ended, and wait until the ranks on other nodes have closed
         their connections: the store may end with this process.

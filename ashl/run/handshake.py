@@ -15,6 +15,7 @@ name.
 
 import json
 import platform
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -92,6 +93,14 @@ def make_hello(rank: int = JOINS, **known: Any) -> Hello:
     return Hello(rank, platform.node(), network_id(), versions, **known)
 
 
+class PlaceRequest(NamedTuple):
+    """A process's request for a place."""
+
+    hello: Hello
+    answer: Future[Place]
+    thread: int  # identifier of the thread that serves the connection of the process
+
+
 class PlaceRequests:
     """The requests of processes for a place in a run, each until it is answered.
 
@@ -102,7 +111,7 @@ class PlaceRequests:
     def __init__(self, store: StoreServer, own: Hello) -> None:
         """Receive requests from now on; `own` is the hello of process 0."""
         self.own = own
-        self.pending: deque[tuple[Hello, Future[Place]]] = deque()
+        self.pending: deque[PlaceRequest] = deque()
         # by process of a job: its place, until the process has it
         self.places: dict[int, Place] = {}
         self.workers: dict[int, int] = {}  # by process of a job: its rank of the plan
@@ -117,7 +126,7 @@ class PlaceRequests:
         except AshlError as error:  # for example of another version of ashl
             return Place(refused=str(error))
         answer = Future[Place]()
-        self.pending.append((hello, answer))
+        self.pending.append(PlaceRequest(hello, answer, threading.get_ident()))
         try:
             return answer.result(PATIENCE_S)
         except TimeoutError:
@@ -132,7 +141,7 @@ class PlaceRequests:
         hellos = {0: self.own}
         awake = AwakeTime()
         while awake.passed_s() < timeout_s:
-            for hello, _ in [*self.pending]:
+            for hello, *_ in [*self.pending]:
                 if 0 <= hello.rank < world_size and hello.rank not in hellos:
                     check_hello(hello, self.own)
                     hellos[hello.rank] = hello
@@ -155,7 +164,7 @@ class PlaceRequests:
         until_s = time.monotonic() + PATIENCE_S
         while count and time.monotonic() < until_s:
             while self.pending:
-                _, answer = self.pending.popleft()
+                answer = self.pending.popleft().answer
                 if answer.set_running_or_notify_cancel():
                     answer.set_result(refusal)
                     count -= 1

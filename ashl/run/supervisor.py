@@ -568,7 +568,7 @@ def answer_requests(liveness: LivenessMonitor) -> None:
     """
     requests = liveness.requests
     while requests.pending:
-        hello, answer = requests.pending.popleft()
+        hello, answer, thread = requests.pending.popleft()
         if not answer.set_running_or_notify_cancel():  # the process waits no longer
             continue
         place = requests.places.pop(hello.rank, None)
@@ -579,6 +579,9 @@ def answer_requests(liveness: LivenessMonitor) -> None:
                 hello.host,
                 place.refused or f"it becomes worker {place.settings.rank}",
             )
+        if place.refused is None:
+            # the process may end before its first report
+            liveness.channel.expect_reports(place.settings.rank, thread)
         answer.set_result(place)
 
 
