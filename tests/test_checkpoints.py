@@ -1,9 +1,11 @@
 """Checkpoints of real runs: when they are made, which one counts, and what the records keep."""
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -18,7 +20,7 @@ from ashl.run.evaluation import Evaluation
 from ashl.run.metrics import CompressionStats
 from ashl.run.monitor import MonitorState, Outage
 from ashl.run.train import find_restarted_run
-from ashl.runtime.effects import Epoch
+from ashl.runtime.effects import Epoch, Save
 from ashl.runtime.plain_state import decode, encode
 from ashl.runtime.rank_checkpoint import (
     PAUSES,
@@ -30,6 +32,7 @@ from ashl.runtime.rank_checkpoint import (
 )
 from ashl.runtime.records import CheckpointPartSaved
 from ashl.tracking import jsonl
+from tests.disturbed import wait_for
 
 SECOND = 1_000_000_000
 
@@ -402,6 +405,29 @@ def test_a_rank_reports_any_error_for_which_it_cannot_write_its_part(
     assert reported == [
         CheckpointPartSaved(1, 4, 0, error="cannot allocate the content of the file")
     ]
+
+
+def test_a_rank_continues_if_its_disk_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the next pause it waited forever, and the other ranks for it."""
+    answers = threading.Event()
+    monkeypatch.setattr("ashl.runtime.rank_checkpoint.WRITE_S", 0.01)
+    monkeypatch.setattr("ashl.runtime.rank_checkpoint.capture_rank", lambda *_: {})
+    monkeypatch.setattr("ashl.runtime.rank_checkpoint.write", lambda *_: str(answers.wait()))
+    reported: list[CheckpointPartSaved] = []
+    writer = RankCheckpointWriter(1, tmp_path, lambda part, _: reported.append(part), 1.0)
+    accounting = SimpleNamespace(cursor=0, attribute_until=lambda *_: None)
+    ctx: Any = SimpleNamespace(now_ns=5, time_accounting=accounting)
+    for number in range(2):
+        writer.save(ctx, Save(0, None), None, number)
+    reason = "its previous part is not written after 0.01 s; is the disk too slow?"
+    assert reported == [CheckpointPartSaved(1, 1, 5, error=reason)]
+    answers.set()
+    wait_for(lambda: len(reported) == 2)
+    writer.save(ctx, Save(0, None), None, 2)
+    wait_for(lambda: len(reported) == 3)
+    assert [(part.number, part.sha256) for part in reported[1:]] == [(0, "True"), (2, "True")]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 RANKS = "ranks.safetensors"  # file of all ranks, in virtual time
 ABSENT = -1  # stage of a rank that has failed, or that waits to be admitted
 PAUSES = 10**6  # checkpoint numbers that each epoch has
+WRITE_S = 60.0  # longest wait in seconds at a pause, until the part of the previous one is written
 
 
 def next_due_ns(now_ns: int, every_s: float | None) -> float:
@@ -67,16 +68,21 @@ class RankCheckpointWriter:
     def save(self, ctx: RankContext, save: Save, speed: Speed | None, number: int) -> None:
         """Save this rank at a pause: capture its state, and write it in a thread.
 
-        It first waits until the part of the previous checkpoint is written. The thread shares the
-        tensors in the host's memory with the state: no step changes a tensor in place.
+        It first waits until the part of the previous checkpoint is written, up to `WRITE_S`. Then
+        it reports an error instead of a part. The thread shares the tensors in the host's memory
+        with the state: no step changes a tensor in place.
         """
-        if self._thread is not None:
-            self._thread.join()
+        previous = self._thread
+        if previous is not None:
+            previous.join(WRITE_S)
         # Resume removes the rounds that end after the checkpoint's time. So this time is later than
         # the end of every round that is recorded already.
         time_ns = max(ctx.now_ns, ctx.time_accounting.cursor + 2)
         ctx.time_accounting.attribute_until("wait", time_ns)
         part = CheckpointPartSaved(self._rank, number, time_ns)
+        if previous is not None and previous.is_alive():
+            reason = f"its previous part is not written after {WRITE_S:g} s; is the disk too slow?"
+            return self._emit(part._replace(error=reason), None)
         document = split_tensors(capture_rank(ctx, save, speed))
         # Not a daemon thread, so Python waits for it at exit. `os._exit` does not wait: then this
         # part of the checkpoint is missing.
