@@ -312,3 +312,26 @@ def test_a_process_that_ends_before_its_first_report_gives_its_place_back(
     assert not channel.is_closed(1)
     store.close()
     wait_for(lambda: channel.is_closed(1))
+
+
+def test_a_rank_sends_heartbeats_while_it_receives_its_part_of_a_checkpoint(
+    server, store, channel, monkeypatch
+) -> None:
+    """A part of many gigabytes looked like missing heartbeats, and ended the resumed run."""
+    monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.001)
+    reports = [0]
+    report = server.handlers["report"]
+
+    def count(*args: Any) -> Any:
+        reports.append(reports[-1] + 1)
+        return report(*args)
+
+    def answer_late() -> int:
+        before = reports[-1]
+        wait_for(lambda: reports[-1] > before + 1, 5)
+        return 7
+
+    server.handlers |= {"report": count, "restore": answer_late}
+    made = Reporter(store, 3, rounds="all")
+    assert store.call_apart("restore") == 7
+    made.close()

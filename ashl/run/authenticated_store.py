@@ -296,6 +296,7 @@ class StoreClient(dist.Store):
         Raises: OSError if no store with this secret answers.
         """
         super().__init__()
+        self._at = address
         self.host, self.port, secret = address
         self._lock = threading.Lock()
         self._failure: str | None = None  # why no call succeeds any more
@@ -320,6 +321,16 @@ class StoreClient(dist.Store):
     def limit_answers(self, limit_s: float) -> None:
         """Set the longest wait for an answer, in seconds for which this process is awake."""
         self._connection.limit_s = limit_s
+
+    def call_apart(self, name: str, *args: Any) -> Any:
+        """Return the answer to a request by a connection of its own, so that no report waits until
+        a large answer has arrived.
+
+        Raises: as `call`; OSError if the store cannot be reached.
+        """
+        with closing(StoreClient(self._at, CHALLENGE_S)) as apart:
+            apart.limit_answers(self._connection.limit_s)
+            return apart.call(name, *args)
 
     def call(self, name: str, *args: Any) -> Any:
         """Return the answer to a request; None if the controller accepts none of this name.

@@ -316,7 +316,7 @@ def train_rank(
     check_fingerprint(learner.fingerprint(), settings.fingerprint or {})
     restore_point = RestorePoint()
     if not settings.incarnation:
-        found = store.call("restore", settings.rank)
+        found = store.call_apart("restore", settings.rank)
         restore_point = validate(RestorePoint, found, "a restore point")
     joins = settings.incarnation > 0 or settings.rank in restore_point.absent
     nccl = settings.have_own_gpus and uses_nccl(parts.runtime, stage.topology, parts.cluster)
