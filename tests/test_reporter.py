@@ -3,6 +3,8 @@ piles up.
 """
 
 import io
+import os
+import signal
 import socket
 import threading
 import time
@@ -273,6 +275,29 @@ def test_a_full_disk_under_a_ranks_log(store, channel, tmp_path, monkeypatch) ->
     assert run_rank(settings, plan.to_json(), store).code == 1
     errors = [record for record, _ in received(channel) if isinstance(record, RankError)]
     assert errors == [RankError(1, "ZeroDivisionError: division by zero", consequence=False)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_a_rank_that_waits_for_the_end_of_the_run(
+    number: signal.Signals, store, channel, monkeypatch
+) -> None:
+    """The rank reported a failure after its exit; at SIGTERM the signal ended it."""
+
+    def raise_exit(end: End) -> None:
+        raise SystemExit(end.code)
+
+    def interrupt() -> None:
+        wait_for(lambda: channel._inbox)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("ashl.run.rank.exit_process", raise_exit)
+    monkeypatch.setattr("ashl.run.rank.train_rank", lambda *_: None)
+    plan = planned("cluster=homogeneous", "sync=asp", "runtime=local")
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(SystemExit) as ended:
+        run_rank(RankSettings(1, "all"), plan.to_json(), store)
+    assert ended.value.code == 130
+    assert [record for record, _ in received(channel)] == [ProcessExited(1)]
 
 
 def test_records_of_an_earlier_incarnation_are_dropped(store, channel) -> None:

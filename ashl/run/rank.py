@@ -171,11 +171,13 @@ def run_rank(
             )
         with signals_handled, report_own_faults(plan.allow_targets, AshlError):
             train_rank(settings, plan, store, reporter, show)
-        reporter.emit(ProcessExited(settings.rank))
-        reporter.close()
+            reporter.emit(ProcessExited(settings.rank))
+            reporter.close()
         end = End(0)
         if not is_child:
-            end = reporter.await_run_end() or End(1, "the job's store failed before the run ended")
+            with handle_signals(lambda *_: exit_process(End(130))):  # it has exited in order
+                found = reporter.await_run_end()
+            end = found or End(1, "the job's store failed before the run ended")
             store.close()
     except KeyboardInterrupt:
         leave(settings.rank, reporter)
