@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from ashl.errors import AshlError
 from ashl.run.authenticated_store import StoreAddress, StoreClient, StoreServer, new_secret
 from ashl.run.checkpoints import RestorePoint
 from ashl.run.membership_listener import MembershipListener
@@ -26,6 +27,7 @@ from ashl.runtime.rendezvous import (
     JOINER,
     SERVER,
     admit_worker,
+    init_process_groups,
     join_servers,
     make_epoch_group,
 )
@@ -259,3 +261,11 @@ def test_the_rendezvous_of_an_epoch_ends_with_the_epoch(job_store: StoreClient) 
     )
     assert group is None
     wait_for(lambda: not threads_named("watched"), 5.0)
+
+
+def test_ranks_that_gloo_does_not_connect_end_with_one_sentence(job_store: StoreClient) -> None:
+    """Behind a firewall they waited forever. The time begins when all ranks are ready."""
+    job_store.set("ready/1", "")
+    said = r"gloo does not connect to all other ranks \(.*\); allow .* another runtime.interface"
+    with pytest.raises(AshlError, match=said):
+        init_process_groups("gloo", job_store, 0, 2, 0.1)

@@ -413,6 +413,7 @@ def make_kernel(
             dist.PrefixStore("group", store),
             settings.rank,
             plan.num_ranks,
+            wait_limit_s(plan.runtime),
         )
     algorithm = stage.topology.algorithm
     nodes = nodes_of_workers(parts.cluster) if algorithm == "hierarchical" else None

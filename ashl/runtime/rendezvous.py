@@ -9,14 +9,15 @@ each incarnation of a joining worker has groups of its own, and no message of an
 can arrive through them. Before a server makes the group of two, it announces itself in the job's
 store, and the joining worker polls for that.
 
-gloo waits forever for a member that has failed. So every rendezvous ends once the caller knows that
-it cannot succeed (`make_group`).
+gloo waits forever for a member that has failed. So every later rendezvous ends once the caller
+knows that it cannot succeed (`make_group`). The first one has a limit, because a firewall may
+separate the ranks.
 
 The run's clock counts nanoseconds from the run's zero. A process keeps this zero as a value of its
 own monotonic clock, which processes of one node share.
 
-All process groups have a timeout that never expires (`NO_TIMEOUT`): the controller notices failures
-and ends the run, or begins the next epoch.
+All other process groups have a timeout that never expires (`NO_TIMEOUT`): the controller notices
+failures and ends the run, or begins the next epoch.
 """
 
 import os
@@ -33,26 +34,42 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from ashl.errors import AshlError
 from ashl.runtime.effects import Epoch
 from ashl.runtime.records import ControlUpdate
-from ashl.runtime.transport import NO_TIMEOUT
+from ashl.runtime.transport import NO_TIMEOUT, first_line
 
 SERVER, JOINER = 0, 1  # ranks in a group of two: the server, and the joining worker
 POLL_S = 0.02  # seconds between two reads of the job's store
 MEMBER_POLL_S = 0.005  # the same while gloo waits for the members of a group
 CHECK_S = 0.2  # seconds between two checks whether a wait can still end
+CONNECT_TRIES = 5  # number of times that gloo tries to connect to a rank, each up to its timeout
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, new at each boot of the machine
 T = TypeVar("T")
 _all: dist.ProcessGroup | None = None  # the group of all ranks, see `init_process_groups`
 
 
-def init_process_groups(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
+def init_process_groups(
+    backend: str, store: dist.Store, rank: int, ranks: int, limit_s: float
+) -> None:
     """Initialise torch.distributed with all ranks, and make a second group of all ranks (`world`).
 
-    Messages and collectives use the second group, because torch's default group is slower.
+    Messages and collectives use the second group, because torch's default group is slower, and has
+    a timeout.
+    Args: limit_s, longest time to connect, from when all ranks are ready to do so.
+    Raises: AshlError if gloo does not connect them in time, for example because of a firewall.
     """
     global _all  # global, as torch's default group is
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=NO_TIMEOUT)
+    store.set(f"ready/{rank}", "")
+    store.wait([f"ready/{other}" for other in range(ranks)], NO_TIMEOUT)
+    timeout = timedelta(seconds=limit_s / CONNECT_TRIES)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    except RuntimeError as error:
+        raise AshlError(
+            f"gloo does not connect to all other ranks ({first_line(error)}); allow connections to"
+            " all ports between the nodes, or choose another runtime.interface"
+        ) from error
     _all = dist.new_group(timeout=NO_TIMEOUT)
 
 
@@ -70,10 +87,11 @@ def synchronize_clocks() -> int:
     Ranks on the node of rank 0 share its monotonic clock and therefore its zero: the end of the
     barrier at rank 0. The zero of other ranks is the end of the barrier at these ranks.
     """
-    dist.all_reduce(torch.zeros(1))  # a barrier on gloo; `dist.barrier` would use NCCL if available
+    # a barrier on gloo; `dist.barrier` would use NCCL if available
+    dist.all_reduce(torch.zeros(1), group=world())
     own = time.monotonic_ns()
     first = torch.tensor([own, clock_id()])
-    dist.broadcast(first, 0)
+    dist.broadcast(first, 0, group=world())
     zero, where = first.tolist()
     return zero if where == clock_id() else own
 
