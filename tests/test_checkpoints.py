@@ -410,7 +410,7 @@ def test_a_rank_reports_any_error_for_which_it_cannot_write_its_part(
 def test_a_rank_continues_if_its_disk_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the next pause it waited forever, and the other ranks for it."""
+    """The run stopped at the next pause forever."""
     answers = threading.Event()
     monkeypatch.setattr("ashl.runtime.rank_checkpoint.WRITE_S", 0.01)
     monkeypatch.setattr("ashl.runtime.rank_checkpoint.capture_rank", lambda *_: {})
