@@ -5,6 +5,7 @@ for markup.
 import json
 import re
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,25 @@ def test_the_mean_over_seeds_by_hand(tmp_path) -> None:
     assert tuple(found["mean"]) == pytest.approx((0.5, 0.65, 0.7))  # the first keeps its 0.6
     assert tuple(found["min"]) == pytest.approx((0.4, 0.6, 0.6))
     assert tuple(found["max"]) == pytest.approx((0.6, 0.7, 0.8))
+
+
+def test_names_of_lines_that_end_at_one_place_are_beside_each_other_inside_the_axes() -> None:
+    drawing = drawn.new_drawing(200)
+    axes = drawn.add_axes(drawing, 50, 10, 500, 120)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    drawn.name_ends(axes, [(str(height), 0.9, height) for height in (1, 1, 1, -3)])
+    places = [axes.transData.transform(text.xy) for text in axes.texts]
+    assert all(axes.bbox.contains(*place) for place in places)
+    heights = sorted(height for _, height in places)
+    assert min(after - before for before, after in pairwise(heights)) > 13, "of a text of 9 points"
+
+
+def test_the_last_of_two_evaluations_at_one_time_is_drawn(tmp_path) -> None:
+    run = write_run(tmp_path / "run")
+    lines(run / "metrics.jsonl", [metric(1.0, 0.2, 1), metric(2.0, 0.5, 1), metric(2.0, 0.6, 1)])
+    found = mean_curve([read_run(run)], "time_s", "test/acc")
+    assert found is not None
+    assert found["mean"].iloc[-1] == pytest.approx(0.6)
 
 
 def test_the_report_of_one_run_tells_its_whole_story(tmp_path) -> None:

@@ -59,6 +59,7 @@ HATCHES = ("", "//", "\\\\", "--", "||", "xx", "..", "++")  # fill patterns of t
 MAX_BANDS = 3  # bands of the first settings, and the baseline's; more would hide each other
 BELOW = 25.0  # The accuracy axis begins at most this many points below the target.
 BEYOND = 1.15  # The time axis ends at this multiple of the slowest time to target drawn.
+NAME_HIGH = 10.0  # points between the names of two lines that end at one place
 MAX_WORKERS = 16
 ROUNDS = 4  # rounds of the slowest worker in the figure of the first rounds
 MAX_EVENTS = 3000  # most events that are read for the first rounds
@@ -75,11 +76,19 @@ MEAN_LINES = (
     f" run that has ended keeps its last value. Rings: {RINGS.format(', by its median')}"
 )
 TIME_MARKS = (
-    "Dots: medians; lines: their intervals, as in the leaderboard. Arrows: lower bounds, where runs"
-    " did not reach the target. Dotted line: the baseline."
+    "Dots and numbers: medians; lines: their intervals, as in the leaderboard. Arrows: lower"
+    " bounds, where runs did not reach the target. Dotted line: the baseline."
 )
 ONE_RUN_RING = "Ring: the run reaches the target."
 TRAINING = "On the training set, at each evaluation."
+KINDS_NOTE = (
+    "Push and pull: a transfer of its own keeps the worker from computing. Wait: it is blocked"
+    " until other workers have caught up, or until the server answers."
+)
+TRACKS_NOTE = (
+    "w0, w1, ...: the workers, from the start of the run. Below a worker whose transfers overlap"
+    " with computation: the parts of its steps, and the messages of its collectives."
+)
 BYTES = "Bytes as sent, headers and indices included."
 MAP_NOTES = (
     "(n): clusters that it wins",
@@ -283,8 +292,9 @@ def draw_times(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
             axes.plot(found.middle, place, "o", color=INK)
         if math.isinf(found.high):
             axes.plot(last, place, ">", color=INK, markerfacecolor="white", markersize=7)
-        text = board.measure.text(found.middle, found.bound)
-        axes.annotate(text, (last, place), (8, -3), **POINTS, color=SOFT)
+        # In a column of their own, where neither an interval nor the baseline's line runs.
+        text, beside = board.measure.text(found.middle, found.bound), axes.get_yaxis_transform()
+        axes.annotate(text, (1, place), (12, -3), xycoords=beside, **POINTS, color=SOFT)
     if (base := board.baseline) and math.isfinite(base.spread.middle):
         axes.axvline(base.spread.middle, zorder=0, **DOTTED)
     axes.set_yticks(range(len(rows)), names)
@@ -309,7 +319,8 @@ def mean_curve(runs: Sequence[Run], x: str, y: str) -> pd.DataFrame | None:
         rows = [row for row in run.metrics if row.get(y) is not None]
         at = [sent_mb(row) if x == "bytes" else row["time_s"] for row in rows]
         line = pd.Series([row[y] for row in rows], index=at, dtype=float)
-        lines += [line[~line.index.duplicated()]] if rows else []
+        # Of several evaluations at one time the last one counts, as in the outcome.
+        lines += [line[~line.index.duplicated(keep="last")]] if rows else []
     if not lines:
         return None
     values = pd.concat(lines, axis="columns").sort_index().interpolate("index").dropna()
@@ -330,15 +341,21 @@ def draw_curves(
     target = 100 * (board.target.accuracy or 0) if board.target and key == "test/acc" else 0
     reached = {row: row.spread.middle for row in lines if math.isfinite(row.spread.middle)}
     first = min(line.index[0] for line in lines.values())
-    ends = [line.index[-1] for line in lines.values()]
-    far = max(ends)
+    last = [line.index[-1] for line in lines.values()]
+    far = max(last)
     if target and x == "time_s" and reached and len(lines) > 1:  # a single run is drawn to its end
         far = min(far, BEYOND * max(reached.values()))
     drawing = new_drawing(380)
     axes = add_axes(drawing, 70, 12, 570, 314)
-    log = set_scale(axes, "x", min(ends) if first > 0 else 0, far, CLOCK if x == "time_s" else SENT)
-    axes.set(xlim=(first if log else 0, 1.01 * far or 1), ylabel=title)
-    for index, (row, line) in enumerate(lines.items()):
+    log = set_scale(axes, "x", min(last) if first > 0 else 0, far, CLOCK if x == "time_s" else SENT)
+    axes.margins(x=0.05)
+    axes.set_ylabel(title)
+    ends = list[tuple[str, float, float]]()
+    for index, (row, whole) in enumerate(lines.items()):
+        end = min(far, whole.index[-1])
+        line = whole.reindex(whole.index.union([end])).interpolate("index").loc[:end].dropna()
+        if len(line):  # its first evaluation may be after the end of the axis
+            ends.append((board.rank(row), end, line["mean"].iloc[-1]))
         bold = {"linewidth": 2.1, "zorder": 3} if row is rows[0] else {}
         # Places by length of the line: a line of one evaluation has none.
         marked = (0.03 * index, 0.15) if len(line) > 1 else None
@@ -346,11 +363,7 @@ def draw_curves(
         if len(lines) <= MAX_BANDS + 1 or row in rows[:MAX_BANDS] or row.is_baseline:
             color = styles[row]["color"]
             axes.fill_between(line.index, line["min"], line["max"], color=color, alpha=0.1, lw=0)
-        end = min(far, line.index[-1])
-        place = (end, np.interp(end, line.index, line["mean"]))
-        ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
-        aside = (5 + 8 * (index % 3), -3)
-        axes.annotate(board.rank(row), place, aside, **POINTS, weight="bold", bbox=ground)
+    axes.set_xlim(left=None if log else 0)
     if target:
         axes.axhline(target, label=f"target: {target:g} %", **DOTTED)
         low = axes.get_ylim()[0]
@@ -361,8 +374,33 @@ def draw_curves(
         axes.plot(time_s, target, "o", color=color, markerfacecolor="white", markersize=6, zorder=5)
     if x == "time_s":
         mark_stages(axes, board)
+    name_ends(axes, ends)
     add_series_legend(axes, board, lines, styles)
     return drawing
+
+
+def name_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
+    """Name lines beside their ends, inside the axes. A name moves up or down to the nearest place
+    that is free.
+
+    Args: ends has the name of each line, and its end in the data of the axes.
+    """
+    ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
+    taken, high = list[tuple[float, float]](), NAME_HIGH * DPI / 72
+    bottom, top = axes.bbox.y0 + high / 2, axes.bbox.y1 - high / 2
+    for name, *end in ends:
+        x, y = axes.transData.transform(end)
+        steps = sorted(range(-len(ends), len(ends) + 1), key=abs)
+        places = [(x, min(max(y, bottom), top) + step * high) for step in steps]
+        free = [at for at in places if not any(is_close(at, other, high) for other in taken)]
+        place = next((at for at in free if bottom <= at[1] <= top), places[0])
+        taken.append(place)
+        at = axes.transData.inverted().transform(place)
+        axes.annotate(name, at, (5, -3), **POINTS, weight="bold", bbox=ground)
+
+
+def is_close(one: tuple[float, float], other: tuple[float, float], high: float) -> bool:
+    return abs(one[0] - other[0]) < 1.5 * high and abs(one[1] - other[1]) < 0.99 * high
 
 
 def mark_stages(axes: Axes, board: Leaderboard) -> None:
@@ -423,11 +461,13 @@ def read_first_rounds(run: Run) -> tuple[Tracks, float]:
             if event.get("kind") != "round" or rank >= num_workers:
                 continue
             ends.setdefault(rank, []).append(float(event["end_s"]))
-            own = found.setdefault(rank, {f"w{rank}": [], "parts": [], "sums": []})
+            own = found.setdefault(rank, {f"w{rank}": [], "parts": [], "messages": []})
             spans = event.get("spans") or ()
             own[f"w{rank}"] += [(str(kind), float(start), float(end)) for kind, start, end in spans]
             own["parts"] += [("part", a, b) for a, b in timeline.parts_of(event)]
-            own["sums"] += [("message", float(a), float(b)) for a, b in event.get("messages") or ()]
+            own["messages"] += [
+                ("message", float(a), float(b)) for a, b in event.get("messages") or ()
+            ]
             enough = [len(times) >= ROUNDS * 8 for times in ends.values()]
             if all(enough) and len(ends) == num_workers:
                 break
@@ -536,8 +576,8 @@ def draw_figures(board: Leaderboard) -> list[Figure]:
     main, seeds = board.environments[0], any(row.spread.count > 1 for row in board.rows)
     timed, drawn, some, few = (first_rows(main, most) for most in (TIMES, CURVES, PANELS, GANTTS))
     alone = len(main.rows) == 1 and not seeds
-    one_run = "" if alone else "One run of each setting."
-    means = "Means over seeds." * seeds
+    one_run = f"{'' if alone else 'One run of each setting. '}{TRACKS_NOTE}"
+    means = f"{'Means over seeds. ' * seeds}{KINDS_NOTE}"
     lines = MEAN_LINES if seeds else ONE_RUN_RING if alone else SINGLE_LINES
     key, name = first_metric(split_readable([run for row in drawn for run in row.runs])[0])
     losses = ("test/loss", "train/loss")
