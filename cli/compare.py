@@ -45,7 +45,11 @@ def compare(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 20,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The file of the report.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The file of the report; with .csv, .md or .tex only the leaderboard as a table.",
+        ),
     ] = None,
     figures: Annotated[
         str | None,

@@ -51,6 +51,11 @@ def export(
     if to is not None:
         return export_to(to, folders, kind, out)
     named = out.suffix.lstrip(".") if out else ""
+    if kind is None and named in ("md", "tex"):
+        raise UsageError(
+            f"--out {out}: records are {', '.join(FORMATS)}; for the leaderboard type ashl compare"
+            f" with --out {out.name if out else ''}, or name a --format."
+        )
     kind = kind or (named if named in FORMATS else "csv")
     for option, value, allowed in (("--format", kind, FORMATS), ("--what", what, TABLES)):
         if value not in allowed:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ashl.report.answer import CommandAnswer
 
 KINDS = ("svg", "pdf", "png")  # of figures' files
+TABLES = (".csv", ".md", ".tex")  # suffixes of a file that receives only the leaderboard
 
 
 def write_report(
@@ -27,6 +28,8 @@ def write_report(
 ) -> Path:
     """Write the report to `out`, or into the folder of the sweep, or here, and return its path.
 
+    A file whose suffix is one of `TABLES` receives the leaderboard instead of the page.
+
     Args: command is the typed command; suffix is appended to the names of files, so that those of
     another target do not replace the sweep's own; command_answer replaces the leaderboard's answer;
     kinds are those of the figures' files.
@@ -34,10 +37,14 @@ def write_report(
     """
     from ashl.report.figures import draw_figures
     from ashl.report.page import render_page
+    from ashl.report.tables import table_file
 
     report = out or (board.study.folder or Path()) / f"report{suffix}.html"
-    drawn = draw_figures(board)
-    write_file(report, render_page(board, drawn, command, report.parent, command_answer))
+    drawn = draw_figures(board) if kinds or report.suffix not in TABLES else []
+    if report.suffix in TABLES:
+        write_file(report, table_file(board, report.suffix))
+    else:
+        write_file(report, render_page(board, drawn, command, report.parent, command_answer))
     for figure, kind in product(drawn, kinds):
         stem = "-".join(re.findall("[a-z]+", figure.title.lower()))
         file = figures_folder(report, suffix) / f"{stem}.{kind}"

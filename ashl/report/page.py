@@ -58,7 +58,7 @@ def render_page(
         rows=rows,
         unfolded=UNFOLDED,
         listed=LISTED,
-        method=explain_columns(board) + exported,
+        method=explain_columns(board, [*texts]) + exported,
         stragglers=stragglers(board),
         lists=(
             ("Ended badly", board.study.ended_badly),

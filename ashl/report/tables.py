@@ -1,6 +1,7 @@
 """Make tables of a leaderboard for the terminal and as JSON."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,58 @@ def cells(board: Leaderboard, row: Row, base: Row | None, metrics: Sequence[str]
     return found | {f"measure {key[9:-5]}": mean(key) for key in measured}
 
 
+def number_table(board: Leaderboard) -> "DataFrame":
+    """Return the leaderboard as numbers: a row for each setting, with units in the titles.
+
+    A setting's ratio is relative to the best of its environment; settings that are compared by
+    accuracy have a difference in points instead. A median that is not known is missing, and `low`
+    is then its lower bound.
+    """
+    from pandas import DataFrame
+
+    measure = board.measure
+    scale, unit = (1, measure.unit) if measure.ratio else (100, "%")
+    title = f"{measure.title}, {unit}" if unit else measure.title
+    behind = "ratio to the best" if measure.ratio else "points behind the best"
+    rows = []
+    for part in board.environments:
+        best = part.rows[0].spread.middle
+        for row in part.rows:
+            found, gain = row.spread, measure.gain(best, row.spread.middle)
+            cells: dict[str, Any] = {
+                "setting": row.label,
+                "where": row.environment or None,
+                "runs": len(row.values),
+                "reached": row.num_reached if measure.is_time else None,
+                title: scale * found.middle,
+                "low": scale * min(found.low, found.bound),
+                "high": scale * found.high,
+                behind: None if gain is None else scale * gain,
+                "accuracy, %": 100 * row.means.get("final.test_accuracy", math.nan),
+            }
+            if metric := row.runs[0].metric:
+                cells[metric[0]] = row.means.get("final.test_metric")
+            rows.append(cells)
+    table = DataFrame(rows).replace([math.inf, -math.inf], math.nan)
+    return table.dropna(axis="columns", how="all")
+
+
+def table_file(board: Leaderboard, suffix: str) -> str:
+    """Return the leaderboard as the text of a file: .csv, .md or .tex (with booktabs)."""
+    table = number_table(board)
+    if suffix == ".csv":
+        return table.to_csv(index=False, lineterminator="\n")
+    texts = table.map(lambda value: number(value) if isinstance(value, float) else value)
+    texts = texts.astype(str).where(table.notna(), "-")
+    sides = ["l" if title in WORDS else "r" for title in texts]
+    if suffix == ".tex":
+        return texts.to_latex(index=False, escape=True, column_format="".join(sides))
+    rules = [":--" if side == "l" else "--:" for side in sides]
+    lines = [[*texts], rules, *texts.to_numpy().tolist()]
+    cells = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
 def with_deviation(row: Row, key: str, show: Callable[[float], str], unit: str = "") -> str:
     """Return mean and standard deviation of a value over the seeds."""
     if key not in row.means:
@@ -114,16 +167,17 @@ def with_deviation(row: Row, key: str, show: Callable[[float], str], unit: str =
     return show(row.means[key]) + deviation + unit
 
 
-def explain_columns(board: Leaderboard) -> str:
-    """Return sentences that explain the columns."""
+def explain_columns(board: Leaderboard, shown: Collection[str]) -> str:
+    """Return sentences that explain the columns that are shown."""
     covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
     parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
     sentences = []
     if any(interval_cell(row, board.measure) for row in board.rows):
-        sentences += [
-            f"Median over seeds; 'between' covers it with probability {', '.join(parts)} seeds."
-        ]
-    if any(row.against and row.against.low is not None for row in board.rows):
+        between = f"; 'between' covers it with probability {', '.join(parts)} seeds"
+        sentences.append(f"Median over seeds{between if 'between' in shown else ''}.")
+    if "against" in shown and any(
+        row.against and row.against.low is not None for row in board.rows
+    ):
         sentences.append(
             "'Against' the baseline: the mean over paired seeds, with its 95 % interval in brackets"
             " (Student's t); without brackets, by the medians."
@@ -162,8 +216,10 @@ def print_leaderboard(console: Console, board: Leaderboard, *, top: int = 20) ->
     console.print(drawn)
     notes = [
         f"no room for {', '.join(absent)}; the report has them" if absent else "",
-        f"and {more} more settings; --top shows them" if more > 0 else "",
-        explain_columns(board),
+        f"and {more} more {'setting' if more == 1 else 'settings'}; --top shows more rows"
+        if more > 0
+        else "",
+        explain_columns(board, columns),
     ]
     for note in filter(None, notes):
         console.print(Text(note, style="dim"))

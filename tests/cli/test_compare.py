@@ -54,11 +54,35 @@ def test_compare_of_loose_runs_writes_here_or_where_it_is_told(workplace, capsys
     options = ["--out", "other.html", "--baseline", "b", "--top", "1"]
     assert main(["compare", "a", "b", *options]) == 0
     assert (workplace / "other.html").is_file()
-    assert "and 1 more settings" in capsys.readouterr().out
+    assert "and 1 more setting; --top" in capsys.readouterr().out
     assert not (workplace / "figures").exists()
     assert main(["compare", "a", "--figures", "png"]) == 0
     assert (workplace / "figures/against-time.png").is_file()
     assert not list(workplace.glob("figures/*.svg"))
+
+
+def test_the_leaderboard_is_a_table_of_the_kind_that_the_file_names(workplace, capsys) -> None:
+    """Numbers have their unit in the title; names with signs of LaTeX are escaped."""
+    for name, reach_s in (("a_b", 1.0), ("50 %", 2.0), ("x|y", None)):
+        write_run(workplace / name, choices={"sync": name}, reach_s=reach_s)
+    title = "time to 90.0 % accuracy, s"
+    for suffix in ("csv", "md", "tex"):
+        assert main(["compare", "a_b", "50 %", "x|y", "--out", f"table.{suffix}"]) == 0
+        assert f"report  table.{suffix}" in capsys.readouterr().out
+    found = pandas.read_csv("table.csv")
+    assert [*found["setting"]] == ["a_b", "50 %", "x|y"]
+    assert [*found["ratio to the best"][:2]] == [
+        1.0,
+        pytest.approx(found[title][1] / found[title][0]),
+    ]
+    assert found[title].isna()[2]
+    assert found["low"][2] > 0
+    text = (workplace / "table.tex").read_text()
+    assert r"a\_b & 1 & 1 & " in text
+    assert r"50 \% & 1 & 1 & " in text
+    assert r"time to 90.0 \% accuracy, s & " in text
+    assert r"| x\|y | 1 | 0 | - | " in (workplace / "table.md").read_text()
+    assert not (workplace / "report.html").exists()
 
 
 def test_a_broken_run_is_named_on_one_line_and_the_others_continue(sweep, capsys) -> None:
@@ -83,6 +107,7 @@ def test_a_broken_run_is_named_on_one_line_and_the_others_continue(sweep, capsys
         ),
         ("compare study low", 2, "judge them all by one, as in --target 0.9"),
         ("compare study --out no/r.html", 2, "no/r.html cannot be written"),
+        ("export study --out m.tex", 2, "for the leaderboard type ashl compare with --out m.tex"),
         ("compare study --out study", 2, "study cannot be written (is a directory)"),
         ("compare study --out /dev/full", 1, "/dev/full cannot be written (no space left"),
         ("export study --out /dev/full", 1, "/dev/full cannot be written (no space left"),
