@@ -465,9 +465,10 @@ def note_shared_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:
     cores = usable_cores()
     if cluster.paced or runtime.name == "sim" or here <= cores:
         return []
+    elsewhere = "; other hosts are not checked" if here < num_ranks else ""
     return [
         f"{here} ranks share {cores} core{'s' * (cores > 1)} of this host: times measured here are"
-        " not those of a cluster, where each rank has a core"
+        f" not those of a cluster, where each rank has a core{elsewhere}"
     ]
 
 

@@ -13,6 +13,7 @@ from rich import box
 from rich.align import Align
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -269,7 +270,8 @@ def print_outcome(
     console.print(grid)
     idle = summary.get("stages_not_begun") or ()
     if len(summary.get("stages") or ()) + len(idle) > 1:
-        console.print(stage_table(summary))
+        # The blank line below it is that of the next table.
+        console.print(Padding(stage_table(summary), (1, 0, 0, 1)))
     if idle:
         print_line(console, stages.explain_missing_stages(idle), style="yellow")
     if summary.get("workers"):
@@ -410,7 +412,9 @@ def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
 
 
 def stage_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table of the stages: their times, steps and waiting, and why they ended."""
+    """Return a table of the stages, without blank lines around it: their times, steps and waiting,
+    and why they ended.
+    """
     own = summary["stages"]
     reason = "ended because"
     columns = {
@@ -421,7 +425,9 @@ def stage_table(summary: Mapping[str, Any]) -> Table:
         "waiting": [percent(stage.get("wait_share")) for stage in own],
         reason: [stages.explain_end(stage) for stage in own],
     }
-    return table_of(columns, words=(reason,))
+    table = table_of(columns, words=(reason,))
+    table.show_edge = False
+    return table
 
 
 def number(value: float | None) -> str:
