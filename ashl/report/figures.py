@@ -387,6 +387,7 @@ def name_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
     """
     ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
     taken, high = list[tuple[float, float]](), NAME_HIGH * DPI / 72
+    axes.autoscale_view()  # limits are computed lazily, and `transData` needs them
     bottom, top = axes.bbox.y0 + high / 2, axes.bbox.y1 - high / 2
     for name, *end in ends:
         x, y = axes.transData.transform(end)
