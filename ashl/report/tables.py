@@ -140,7 +140,8 @@ def number_table(board: Leaderboard) -> "DataFrame":
                 cells[metric[0]] = row.means.get("final.test_metric")
             rows.append(cells)
     table = DataFrame(rows).replace([math.inf, -math.inf], math.nan)
-    return table.dropna(axis="columns", how="all")
+    # The measure stays where no setting has it: it names what `low` bounds.
+    return table.loc[:, table.notna().any() | (table.columns == title)]
 
 
 def table_file(board: Leaderboard, suffix: str) -> str:
