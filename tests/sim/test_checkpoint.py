@@ -193,9 +193,9 @@ def test_a_donor_sends_as_many_bytes_after_a_resume(workplace: Path) -> None:
     events = "[{time_s: 0.20, worker: 1, fail: true}, {time_s: 0.21, worker: 1, rejoin: true}]"
     line = ["-q", "runtime=sim", "tracking=none", *mode.split(), f"cluster.events={events}"]
     often = "run.checkpoint_s=0.16"
-    assert main(["train", *line, "run.dir=whole", "stop.steps=1100", often]) == 0
-    assert main(["train", *line, "run.dir=run", "stop.steps=55", often]) == 0
-    assert main(["train", "--resume", "run", "stop.steps=1100", "-q"]) == 0
+    assert main(["train", *line, "run.dir=whole", "stop.steps=250", often]) == 0
+    assert main(["train", *line, "run.dir=run", "stop.steps=95", often]) == 0
+    assert main(["train", "--resume", "run", "stop.steps=250", "-q"]) == 0
     whole, run = (json.loads(Path(name, "summary.json").read_text()) for name in ("whole", "run"))
     for key in ("params_sha256", "time_s", "bytes_up", "bytes_down"):
         assert run[key] == whole[key]
