@@ -125,7 +125,7 @@ def advise(
     load = load_of(selection, slots, deadline.spent_s)
     if dry_run:
         return Advice(context, load, choose_scale(load, context))
-    with lock_folder(folder):
+    with lock_folder(folder, FILE):
         scale = choose_and_save_scale(load, context)
         if not quiet:
             announce(scale, context)

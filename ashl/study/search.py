@@ -110,7 +110,7 @@ def search(
             "a preset that is a grid of its own cannot be searched; run it without --search"
         )
     folder, slots = sweep.folder_of(typed, config), slots or sweep.slots_for(corners)
-    with sweep.lock_folder(folder):
+    with sweep.lock_folder(folder, JOURNAL):
         study = open_study(folder)
         console = Console(highlight=False, quiet=silent)
         if not quiet:

@@ -24,7 +24,13 @@ from ashl.planning.compile_plan import prepare_plan
 from ashl.report import tables
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
-from ashl.report.records import SWEEP, group_skipped, read_study
+from ashl.report.records import (
+    SWEEP,
+    BrokenRecordError,
+    group_skipped,
+    read_study,
+    read_sweep,
+)
 from ashl.report.settings import find_label, usual_baseline
 from ashl.run.host_time import Costs, measure_costs, predict_host_s
 from ashl.run.train import RUNS, is_virtual, warn
@@ -137,6 +143,7 @@ def sweep(
     that have ended by then are kept.
     """
     folder = folder_of_grid(grid)
+    check_same_grid(grid, folder)
     with lock_folder(folder):
         record = begin_record(grid, overrides, folder, keep_dropped=race, command=command)
         missing = [s for s in grid.settings if not has_ended(folder / s.hash, rerun_failed)]
@@ -155,6 +162,28 @@ def sweep(
             dropped = contest.dropped_hashes if contest else ()
             ran = {setting.hash for setting in grid.settings}.difference(dropped)
             return conclude(folder, grid.settings, command, console, baseline, ran)
+
+
+def check_same_grid(grid: Grid, folder: Path) -> None:
+    """Refuse a folder with the sweep of another grid, whose record and report would be replaced.
+
+    Raises: UsageError.
+    """
+    try:
+        _, children, *_ = read_sweep(folder)
+    except BrokenRecordError:  # there is none, or it is written again
+        return
+    before = {digest for _, digest, *_ in children}
+    if before and before != {setting.hash for setting in grid.settings}:
+        raise other_sweep_error(folder)
+
+
+def other_sweep_error(folder: Path) -> UsageError:
+    """Return the error of a folder that holds a sweep with other settings."""
+    return UsageError(
+        f"{folder} already holds a sweep with other settings; choose another run.dir, and"
+        f" `ashl compare {folder} NEW` ranks both"
+    )
 
 
 def begin_record(
@@ -377,15 +406,18 @@ def document(
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Generator[None]:
+def lock_folder(folder: Path, own_record: str = SWEEP) -> Generator[None]:
     """Lock the folder for one sweep at a time.
 
-    Raises: UsageError if it cannot be written or holds a run, AshlError if another sweep runs in
-    it.
+    Args: own_record, the file that a search or an advice has in its folder beside `sweep.json`.
+    Raises: UsageError if the folder cannot be written, holds a run, or a sweep without that file;
+    AshlError if another sweep runs in it.
     """
     try:
         if (folder / CONFIG).is_file():  # `ashl compare` would no longer find the run
             raise UsageError(f"{folder} already holds a run; choose another run.dir")
+        if (folder / SWEEP).is_file() and not (folder / own_record).is_file():
+            raise other_sweep_error(folder)
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "wb")  # noqa: SIM115
     except OSError as error:
@@ -464,6 +496,7 @@ def forecast_of(
 ) -> dict[str, Any]:
     """Return what a sweep would run: its record, and the seconds of the missing runs here."""
     folder = folder_of_grid(grid)
+    check_same_grid(grid, folder)
     missing = [setting for setting in grid.settings if not has_ended(folder / setting.hash)]
     at_once = min(slots or slots_for(grid), len(missing))
     return {

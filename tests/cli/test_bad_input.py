@@ -226,6 +226,19 @@ def test_a_run_and_a_sweep_do_not_share_a_folder(said, workplace) -> None:
     )
 
 
+@pytest.mark.parametrize("option", ["--quiet", "--dry-run", "--search=1"])
+def test_a_second_sweep_does_not_replace_the_first(option: str, workplace, capsys) -> None:
+    (workplace / "grid").mkdir()
+    record = workplace / "grid/sweep.json"
+    record.write_text('{"settings": [{"hash": "another"}]}')
+    asked = ["runtime=sim", "tracking=none", "sync=bsp,asp", "stop.steps=8", "run.dir=grid"]
+    assert main(["sweep", option, *asked]) == 2
+    assert capsys.readouterr().err.startswith(
+        "ashl: grid already holds a sweep with other settings; choose another run.dir"
+    )
+    assert "another" in record.read_text()
+
+
 def test_two_runs_of_the_same_second(workplace, monkeypatch) -> None:
     monkeypatch.setattr(run.time, "strftime", lambda how: "now")
     config = compose(["runtime=sim"])
