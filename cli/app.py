@@ -18,7 +18,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ashl import __version__
-from ashl.config.catalog import CONF, defaults, nearest_name, parameters, suggestion_text
+from ashl.config.catalog import (
+    default_keys,
+    defaults,
+    nearest_key,
+    nearest_name,
+    suggestion_text,
+)
 from ashl.config.override import command_text
 from ashl.errors import NO_PLACE, AshlError, InterruptError, UsageError, to_one_line
 from ashl.run.process_setup import standard_streams
@@ -197,17 +203,19 @@ def _usage_message(error: TyperUsageError, args: Sequence[str]) -> str:
         return f"There is no command {command}{suggestion_text(command, COMMANDS, hint)}"
     if isinstance(error, UnknownOptionError) and text.startswith("No such option"):
         option = error.option_name
-        key = option.lstrip("-").replace("-", "_")
-        if any(parameter.name == "overrides" for parameter in error.ctx.command.params):
+        word = option.lstrip("-").replace("-", "_")
+        keys = default_keys()
+        is_key = word.partition(".")[0] in {key.partition(".")[0] for key in keys}
+        names = () if is_key else error.possibilities or ()
+        near = nearest_name(word, {name.lstrip("-").replace("-", "_") for name in names})
+        takes_settings = any(one.name == "overrides" for one in error.ctx.command.params)
+        if near:
+            hint = f"; did you mean --{near.replace('_', '-')}?"
+        elif takes_settings and (key := word if is_key else nearest_key(word, keys)):
             hint = f"; settings are written without dashes, as in {_as_setting(option, key, args)}."
         else:
             hint = f"; `ashl {command} --help` shows what there is."
-        known = {*defaults(), *(parameter.key for parameter in parameters(CONF / "config.yaml"))}
-        names = () if {key, key.partition(".")[0]} & known else error.possibilities or ()
-        near = nearest_name(key, {name.lstrip("-").replace("-", "_") for name in names})
-        return f"There is no option {option}" + (
-            f"; did you mean --{near.replace('_', '-')}?" if near else hint
-        )
+        return f"There is no option {option}{hint}"
     if command in COMMANDS:
         hint = f"; `ashl {command} --help` shows what there is."
     return text + hint

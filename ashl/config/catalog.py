@@ -34,6 +34,7 @@ CONFIG_DIR = "ASHL_CONFIG_DIR"  # environment variable for --config-dir
 # words that Hydra or YAML read as a number, a truth value or null
 NOT_TEXT = ("true", "false", "yes", "no", "on", "off", "y", "n", "null", "nan", "inf")
 MAX_NAMES = 12  # maximum number of names in a message
+MIN_WORD = 3  # letters of a word that is looked for in longer names
 # in an installation, or in a checkout
 CONF = next(f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir())
 
@@ -122,6 +123,20 @@ def effective_defaults() -> dict[str, str]:
         for key, o in entry.items()
     }
     return found | brought | {"sync": ""}
+
+
+def default_keys() -> list[str]:
+    """Return the keys of a run without settings: values of no group, groups, and the keys of their
+    default options.
+    """
+    plain = [parameter.key for parameter in parameters(CONF / "config.yaml")]
+    of_options = [
+        f"{group}.{parameter.key}"
+        for group, option in effective_defaults().items()
+        if option
+        for parameter in parameters(CONF / group / f"{option}.yaml")
+    ]
+    return [*plain, *defaults(), *of_options]
 
 
 def parameters(file: Path) -> list[Parameter]:
@@ -311,6 +326,31 @@ def nearest_name(word: str, known: Iterable[str]) -> str:
     """
     names = {name.casefold(): name for name in known}
     return names.get(next(iter(get_close_matches(word.casefold(), names, n=1, cutoff=0.6)), ""), "")
+
+
+def nearest_key(key: str, known: Iterable[str]) -> str:
+    """Return the dotted key that a user may mean by an unknown one; "" if none is similar.
+
+    Keys of the same group come first, and a group is never proposed for a key of its own. Rules, in
+    this order: the last name is equal; it begins with the typed name; one of its words does; the
+    spelling is similar.
+    """
+    group, point, name = key.rpartition(".")
+    rest = [one for one in known if not point or one != group]
+    siblings = [one for one in rest if point and one.startswith(f"{group}.")]
+    last_names = {one: one.rpartition(".")[2] for one in [*siblings, *rest]}
+    equal = [one for one, last in last_names.items() if last == name]
+    if equal:
+        return nearest_name(key, equal) or equal[0]
+    if len(name) >= MIN_WORD:
+        for begins in (lambda last: [last], lambda last: last.split("_")):
+            for one, last in last_names.items():
+                if any(word.startswith(name) for word in begins(last)):
+                    return one
+    if siblings:
+        near = nearest_name(name, [last_names[one] for one in siblings])
+        return f"{group}.{near}" if near else ""
+    return nearest_name(key, rest)
 
 
 def suggestion_text(word: str, known: Iterable[str], otherwise: str = ".") -> str:

@@ -26,11 +26,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ashl.config.catalog import (
     CONF,
+    MAX_NAMES,
     Catalog,
     catalog,
     check_keys,
     load_yaml,
-    nearest_name,
+    nearest_key,
     parameters,
     parents,
     read_text,
@@ -455,9 +456,13 @@ def value_of(text: str) -> Any:
 def parse_override(text: str, known: Catalog) -> Override:
     """Return a parsed override. Raises: UsageError."""
     key, equals, value = text.partition("=")
-    if not key or (not equals and not text.startswith("~")):
+    if not all(key.split(".")) or (not equals and not text.startswith("~")):
         group = next((group for group, options in known.items() if text in options), None)
-        fix = f"; did you mean {group}={text}?" if group else ", as in sync=bsp or seed=1."
+        fix = (
+            f"; did you mean {group}={text}?"
+            if group
+            else ", without blanks around =, as in sync=bsp or seed=1."
+        )
         raise UsageError(f"{text!r} is not of the form KEY=VALUE{fix}")
     try:
         return _parse_cached(quote_value(text))
@@ -539,19 +544,29 @@ def _unknown_key_error(
             f" {', '.join(having)}."
         )
         return UnusedKeyError(text, key)
+    keys = [one for one in _keys(reference) if not one.endswith("_target_")]
     named = {
         f"{group}.{parameter.key}": option
         for option, file in known.get(group, {}).items()
         for parameter in parameters(file)
     }
-    keys = [k for k in _keys(reference) if not k.endswith("_target_")]
-    same = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = nearest_name(key, same) or next(iter(same), "") or nearest_name(key, keys)
-    if not near and (other := nearest_name(key, named)):
-        fix = f"did you mean {other}, a key of {group}={named[other]}?"
+    near = nearest_key(key, [*keys, *named])
+    if near:
+        fix = f"did you mean {near}{'' if near in keys else f', a key of {group}={named[near]}'}?"
     else:
-        fix = f"did you mean {near}?" if near else "`ashl list` shows what there is."
+        fix = _keys_of_group(group, reference, choices)
     return UsageError(f"{source}There is no key {key}; {fix}")
+
+
+def _keys_of_group(group: str, reference: Mapping, choices: Mapping[str, str]) -> str:
+    """Return a phrase with the keys of a group, or the command that lists them."""
+    values = reference.get(group)
+    names = [name for name in values if name != "_target_"] if isinstance(values, Mapping) else []
+    place = f"{group}={choices[group]}" if group in choices else group
+    if 0 < len(names) <= MAX_NAMES:
+        return f"{place} has {', '.join(names)}."
+    shown = f" {group} {choices[group]}" if names and group in choices else ""
+    return f"`ashl list{shown}` shows what there is."
 
 
 def _unknown_keys(config: Mapping, reference: Mapping, prefix: str = "") -> Iterator[str]:
