@@ -22,7 +22,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from ashl.config.catalog import (
     CONF,
@@ -295,10 +300,12 @@ def _set_values(config: DictConfig, values: Sequence[Override]) -> DictConfig:
     """Return the configuration with these values set, as Hydra sets values with `++`."""
     changed = deepcopy(config)
     for change in values:
+        value = change.value()
+        merge = isinstance(value, Mapping)
         try:
-            OmegaConf.update(
-                changed, change.key_or_group, change.value(), merge=True, force_add=True
-            )
+            OmegaConf.update(changed, change.key_or_group, value, merge=merge, force_add=True)
+        except GrammarParseError:  # of an interpolation
+            raise
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UsageError(
                 f"{change.input_line} cannot be set: a list or a single value is there, not keys;"
@@ -362,6 +369,9 @@ def _parse_change(text: str, known: Catalog, config_dir: Path | None) -> Overrid
         raise UsageError(
             f"{text} gives several values where train takes one; use `{sweep}`{brackets}."
         )
+    if isinstance(change.value(), Mapping) and "???" in change.value().values():
+        # Merging would leave the key out.
+        raise UsageError(f"{text}: ??? stands for a missing value; give it one, or null")
     if (
         key in known
         and str(change.value()) not in known[key]
@@ -598,4 +608,11 @@ def message_of(error: Exception) -> str:
     """Return the message of Hydra or OmegaConf on one line, without its technical details."""
     text = str(error).split("\n")[0].strip()
     key = error.full_key if isinstance(error, OmegaConfBaseException) else None
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key}: ??? stands for a missing value; give it one, or null"
+    if isinstance(error, InterpolationResolutionError | GrammarParseError):
+        return (
+            f"{key}: its ${{...}} refers to no value; write a value, or another key as in"
+            " '${dataset.batch_size}'"
+        )
     return f"{key}: {text}." if key else f"{text.rstrip('.')}."

@@ -172,8 +172,11 @@ def test_the_environment_names_the_data_root(monkeypatch) -> None:
         ("hydra.run.dir=x", "Hydra's own settings"),
         ("hydra.searchpath=[x]", "--config-dir"),
         ("sync@model=bsp", "Hydra's own settings"),
-        ("name=${nope}", "name: Interpolation key 'nope' not found."),
-        ("seed=???", "seed: Missing mandatory value"),
+        ("name=${nope}", "name: its ${...} refers to no value; write a value, or another key"),
+        ("name=${a b}", "name: its ${...} refers to no value"),
+        ("seed=???", "seed: ??? stands for a missing value; give it one, or null"),
+        ("stop={epochs:???}", "stop={epochs:???}: ??? stands for a missing value"),
+        ("run=[]", "run is no value but a group of them: run.dir, "),
         ("debug=fast cluster=real", "debug=fast: cluster=real has no key compute"),
     ],
 )
