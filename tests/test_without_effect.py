@@ -2,6 +2,8 @@
 out, visibly.
 """
 
+import re
+
 import pytest
 
 from ashl.config.compose import compose
@@ -10,6 +12,7 @@ from ashl.errors import NoEffectError
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import declared_profile
+from ashl.planning.without_effect import CONDITIONS
 from ashl.study.grid import grid_lines, make_grid
 
 PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.001"
@@ -175,3 +178,9 @@ def test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule(tmp_path) -> 
         planned("sync=bsp", f"profile={tmp_path}/profile.json", "cluster.step_s=0.5")
     with pytest.raises(NoEffectError, match=r"needs plan=null"):
         planned(f"plan={tmp_path}/plan.json", "schedule=ashl_plus")
+
+
+def test_no_key_needs_itself() -> None:
+    for condition in CONDITIONS:
+        needed = set(re.findall(r"[a-z]+\.[a-z_]+", condition.needs))
+        assert needed.isdisjoint(condition.keys), condition.keys

@@ -238,8 +238,7 @@ CONDITIONS = (
     ),
     Condition(
         LINKS,
-        "cluster.exchange_s=null, cluster.bandwidth_mbit_s and cluster.latency_s (a declared"
-        " exchange_s replaces the links)",
+        "cluster.exchange_s=null (a declared exchange_s replaces the links)",
         lambda context: not has_declared_exchange(context),
     ),
     Condition(
@@ -391,10 +390,11 @@ CONDITIONS = (
         lambda context: context.config["plan"] is None,
     ),
     Condition(
-        ("planner", "schedule.h_preset"),
+        ("planner",),
         "a planned H, for example schedule=ashl, or sync.local_steps=plan schedule.h_preset=[8]",
         plans_local_steps,
     ),
+    Condition(("schedule.h_preset",), "sync.local_steps=plan", plans_local_steps),
     Condition(
         ("aggregate.staleness_discount",),
         "pushes that may be stale, for example with sync=asp",
