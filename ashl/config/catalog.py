@@ -34,6 +34,7 @@ CONFIG_DIR = "ASHL_CONFIG_DIR"  # environment variable for --config-dir
 # words that Hydra or YAML read as a number, a truth value or null
 NOT_TEXT = ("true", "false", "yes", "no", "on", "off", "y", "n", "null", "nan", "inf")
 MAX_NAMES = 12  # maximum number of names in a message
+MAX_VALUES = 100_000  # maximum number of values of a file
 MIN_WORD = 3  # letters of a word that is looked for in longer names
 # in an installation, or in a checkout
 CONF = next(f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir())
@@ -260,10 +261,30 @@ def head_comment(file: Path) -> str:
     )
 
 
+def count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return the number of values of a node; those of an anchor count at each use of it.
+
+    Args: counts receives the numbers of the nodes below, by identity.
+    """
+    if id(node) not in counts:
+        counts[id(node)] = 1  # of an anchor that contains itself, which is refused later
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        below = [part[1] if isinstance(part, tuple) else part for part in parts]
+        counts[id(node)] = 1 + sum(count_values(part, counts) for part in below)
+    return counts[id(node)]
+
+
 class CheckedLoader(SafeLoader):
-    """A loader that refuses a key that a mapping has twice, and an anchor that contains itself."""
+    """A loader that refuses a key that a mapping has twice, an anchor that contains itself, and
+    anchors that make a small file very large.
+    """
 
     def construct_document(self, node: yaml.Node) -> Any:
+        if count_values(node, {}) > MAX_VALUES:
+            raise ConstructorError(
+                problem=f"its anchors stand for more than {MAX_VALUES:,} values; write fewer",
+                problem_mark=node.start_mark,
+            )
         self.deep_construct = True  # a recursive node is an error then
         return super().construct_document(node)
 

@@ -24,6 +24,7 @@ STATUSES = ("finished", "diverged", "failed", "interrupted")
 NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
 NUMBERS += ("comm_hidden_share", "goodput", "bytes_up", "bytes_down", "num_workers")
 RESULTS = ("train_loss", "test_loss", "test_accuracy")  # of an evaluation, in summary.json
+MAX_FOLDERS = 10_000  # maximum number of folders that are searched for runs
 SCORES = ("test/acc", "test/loss", "train/loss", "bytes_up", "bytes_down")
 
 Child = tuple[Path, str, dict[str, str], str]  # of a sweep: folder, hash, axes, label
@@ -209,12 +210,21 @@ def find_folders(path: Path) -> list[Path]:
     """Return the runs and sweeps inside a folder; the folder itself if it is one or contains none.
 
     MLflow's own folders are ignored.
+    Raises: UsageError if too many other folders are there, for example in `/`.
     """
     found = []
+    others = 0
     for place, folders, files in os.walk(path):
         if not {SWEEP, SUMMARY, CONFIG}.isdisjoint(files):
             found.append(Path(place))
             folders.clear()
+        else:
+            others += 1
+        if others > MAX_FOLDERS:
+            raise UsageError(
+                f"{path} has more than {MAX_FOLDERS:,} folders without a run; name a folder nearer"
+                " to the runs, for example runs"
+            )
         folders[:] = sorted(
             folder for folder in folders if folder != "artifacts" and not folder.startswith(".")
         )

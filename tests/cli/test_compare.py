@@ -263,6 +263,14 @@ def test_a_folder_of_folders_is_looked_through(tmp_path) -> None:
     ]
 
 
+def test_a_folder_of_too_many_folders_is_refused(workplace, capsys, monkeypatch) -> None:
+    """`ashl compare /` searched the whole file system."""
+    monkeypatch.setattr("ashl.report.records.MAX_FOLDERS", 3)
+    (workplace / "a/b/c").mkdir(parents=True)
+    assert main(["compare", "."]) == 2
+    assert ". has more than 3 folders without a run; name a folder" in capsys.readouterr().err
+
+
 def test_a_narrow_screen_has_narrow_tables(sweep, capsys, monkeypatch) -> None:
     """COLUMNS also sets the width in a pipe: 134 columns were printed at 80."""
     monkeypatch.setenv("COLUMNS", "80")

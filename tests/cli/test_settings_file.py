@@ -22,6 +22,10 @@ cluster.events: [{time_s: 1e-1, worker: 0, compute: 2}]
 name: an apostrophe's
 plan: null
 """
+# each list has the list above it nine times
+BOMB = "a0: &a0 [1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+)
 
 
 @pytest.fixture
@@ -94,6 +98,7 @@ def test_every_command_that_takes_settings_takes_the_file(command: str, file: Pa
         ("[]", "it has no settings; write KEY: VALUE"),
         ("{}", "it has no settings; write KEY: VALUE"),
         ("sync: bsp\nsync: asp", "sync"),
+        (BOMB, "its anchors stand for more than 100,000 values; write fewer"),
         ("[" * 5000, "it nests its values too deep; write them flatter"),
         ("choices: {sync: bsp}\nallow_targets: []", "name the overrides.yaml beside it"),
         ('{"schema": 5, "workers": []}', "it is a record of ashl; give a plan as plan=FILE"),
