@@ -90,6 +90,10 @@ class InterruptError(AshlError):
     exit_code = 130
 
 
+class DeadlockError(AshlError):
+    """Ranks wait for messages that no rank will send."""
+
+
 class OwnFaultError(AshlError):
     """A part of the user's own failed (model, task, data set or optimizer), and no code of ashl."""
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ashl.config.faults import MEMORY_FIX, error_text, is_out_of_memory
-from ashl.errors import AshlError, OwnFaultError, UsageError
+from ashl.errors import AshlError, DeadlockError, OwnFaultError, UsageError
 from ashl.option import Contract, refuse_wrong_hooks, refuse_wrong_types
 
 REQUIRED_ATTRIBUTES = {  # attributes that a class of a group must have
@@ -198,6 +198,13 @@ def report_own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) 
         yield
     except OwnFaultError as error:
         raise kind(str(error)) from error.__cause__
+    except DeadlockError as error:
+        if not allow:
+            raise
+        raise AshlError(
+            f"{error}; a part of your own ({', '.join(allow)}) may be the cause, for example a"
+            " may_proceed that names no worker"
+        ) from error
     except AshlError:
         raise
     except (Exception, SystemExit) as error:

@@ -58,7 +58,9 @@ class PlainDataset(Dataset):
         """Return the data of a training half and a test half. Raises UsageError."""
         name = self.make.__name__
         train, test = (split_of(half, name) for half in halves)
-        inputs, targets = train.batch(np.zeros(1, np.int64))
+        first, of_test = (half.batch(np.zeros(1, np.int64)) for half in (train, test))
+        check_same_form(first, of_test, name)
+        inputs, targets = first
         notes: tuple[str, ...] = ()
         if targets.is_floating_point():
             outputs = math.prod(targets.shape[1:])
@@ -81,6 +83,17 @@ class PlainDataset(Dataset):
         return Data(
             train, test, sample_shape=shape, num_classes=outputs, source=source, notes=notes
         )
+
+
+def check_same_form(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], name: str) -> None:
+    """Refuse halves whose first samples differ in shape or kind. Raises: UsageError."""
+    for what, parts in zip(("inputs", "targets"), zip(train, test, strict=True), strict=True):
+        forms = [f"{tuple(part.shape[1:])} of {str(part.dtype)[6:]}" for part in parts]
+        if forms[0] != forms[1]:
+            raise UsageError(
+                f"dataset: the {what} of {name} are {forms[0]} in the training half and"
+                f" {forms[1]} in the test half; give both the same shape and type"
+            )
 
 
 def plain_dataset(part: Maker, keys: Mapping[str, Any]) -> PlainDataset | None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ashl.config.signals import KILLED_BY, describe_exit
-from ashl.errors import AshlError, to_one_line
+from ashl.errors import AshlError, DeadlockError, to_one_line
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import can_block_forever, describe_modes, survives_failure
 from ashl.run.checkpoints import CheckpointManager
@@ -556,7 +556,7 @@ def check_liveness(
     since_s = channel.awake_s - max(liveness.last_failure_s, channel.awake.resumed_s)
     if len(stuck) == len(running) and since_s > limit_s:
         waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
-        raise AshlError(f"deadlock: no rank made progress for {limit_s:g} s: {waits}")
+        raise DeadlockError(f"deadlock: no rank made progress for {limit_s:g} s: {waits}")
 
 
 # --- join requests

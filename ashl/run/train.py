@@ -215,8 +215,8 @@ def conclude_run(
         raise failure
     if status == "diverged":
         raise AshlError(
-            f"the run diverged: {summary['exit_reason']}; lower optimizer.lr, for example. Its"
-            f" records are in {run_dir}"
+            f"the run diverged: {summary['exit_reason']}; lower optimizer.lr, for example, or look"
+            f" for nan and inf in data of your own. Its records are in {run_dir}"
         )
     # An interrupt after the last step ends the command, too: a sweep must not begin its next run.
     if monitor.stop_reason == "interrupted" or status == "interrupted":

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ashl.cluster.network import ExchangeNetwork, NicNetwork
 from ashl.cluster.speed import Speed
-from ashl.errors import AshlError
+from ashl.errors import AshlError, DeadlockError
 from ashl.learn.allocator import reduce_collections
 from ashl.learn.learner import Learner
 from ashl.runtime import effects as fx
@@ -223,7 +223,7 @@ class Sim(TaskKernel):
 
     def _check_end(self) -> None:
         if stuck := [task for task in self._mains if not task.done]:
-            raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
+            raise DeadlockError("deadlock: " + "; ".join(task.describe() for task in stuck))
         if waiting := self.collective_queues.list_pending():
             here = ", ".join(map(str, sorted(waiting[0].arrived)))
             raise AshlError(

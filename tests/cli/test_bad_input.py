@@ -122,6 +122,14 @@ class Complex(Uneven):
 
     def __getitem__(self, number):
         return torch.zeros(4, dtype=torch.complex64), number % 2
+
+class Unlike(Uneven):
+    def __init__(self, train):
+        self.count = 640
+        self.size = 4 if train else 3
+
+    def __getitem__(self, number):
+        return torch.zeros(self.size), number % 2
 """
 
 
@@ -130,6 +138,10 @@ class Complex(Uneven):
     [
         ("Uneven", "dataset: Uneven has a half without items"),
         ("Complex", "Complex's input 0 is complex; give its real and imaginary parts as float32"),
+        (
+            "Unlike",
+            "the inputs of Unlike are (4,) of float32 in the training half and (3,) of float32 in",
+        ),
     ],
 )
 def test_a_data_set_of_the_users_own_without_items_or_with_wrong_ones(

@@ -76,6 +76,13 @@ class NotAList(ServerRule):
 
     def may_proceed(self, state, progress):
         return None
+
+@option
+class Nobody(ServerRule):
+    local_steps: int
+
+    def may_proceed(self, state, progress):
+        return []
 """
 
 
@@ -107,6 +114,11 @@ class NotAList(ServerRule):
         (
             "sync=asp sync._target_=my_rules.NotAList",
             "a part of your own (my_rules) may have returned a wrong value",
+            1,
+        ),
+        (
+            "sync=asp sync._target_=my_rules.Nobody",
+            "a part of your own (my_rules) may be the cause, for example a may_proceed that names",
             1,
         ),
         (
