@@ -50,17 +50,13 @@ def run_and_print(run: Callable[[], Answer | int | None], as_json: bool) -> int:
             found = run()
     if not isinstance(found, Answer):
         return found or 0
-    try:
-        if as_json:
-            print_json(with_next_command(found))
-        else:
-            found.show()
-            if found.next:
-                print(f"next: {found.next}")
-        sys.stdout.flush()
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise AshlError(f"standard output cannot be written ({reason}).") from error
+    if as_json:
+        print_json(with_next_command(found))
+    else:
+        found.show()
+        if found.next:
+            print(f"next: {found.next}")
+    sys.stdout.flush()
     if found.error:
         print(f"ashl: {to_one_line(found.error)}", file=sys.stderr)
         return AshlError.exit_code

@@ -27,6 +27,7 @@ EXIT_EVICTED = 78  # a worker that missed heartbeats: the run continues without 
 EXIT_DECLARED_FAILURE = 77  # a worker that fails as cluster.events declares
 LOG_LEVEL = "ASHL_LOG"  # the environment variable that sets how much is logged
 LEVELS = ("debug", "info", "warning", "error")
+STREAMS = {1: "standard output", 2: "standard error"}  # by descriptor
 REPLACE = "replace"  # error handler of a stream: `?` for a letter that its encoding lacks
 
 
@@ -34,7 +35,7 @@ class Output(io.FileIO):
     """A descriptor that survives the end of its reader, if it is a terminal or a pipe.
 
     The terminal may close, or the reader may end (`| head`). Then the descriptor becomes /dev/null
-    at the first write that fails, and the command continues.
+    at the first write that fails, and the command continues. Any other error names the stream.
     """
 
     def write(self, data: Any, /) -> int:
@@ -42,6 +43,7 @@ class Output(io.FileIO):
             return super().write(data)
         except OSError as error:
             if error.errno not in (errno.EIO, errno.EPIPE):
+                error.filename = STREAMS.get(self.fileno())
                 raise
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())

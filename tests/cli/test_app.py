@@ -339,10 +339,11 @@ def test_a_full_disk_under_a_sweep(workplace: Path, capsys, monkeypatch) -> None
     assert capsys.readouterr().err == f"ashl: grid/sweep.json {reason}\n"
 
 
-@pytest.mark.parametrize("command", ["list", "list --json"])
+@pytest.mark.parametrize("command", ["list", "list --json", "--help"])
 def test_a_full_standard_output(command: str) -> None:
     ended = shell(f"$ASHL {command} >/dev/full")
-    assert ended.stderr == "ashl: standard output cannot be written (no space left on device).\n"
+    reason = "(no space left on device); free some space."
+    assert ended.stderr == f"ashl: standard output cannot be written {reason}\n"
     assert ended.returncode == 1
 
 
