@@ -80,8 +80,8 @@ def test_who_competes_follows_from_the_cluster() -> None:
 
 def test_different_classes_leave_out_who_meets_rarely() -> None:
     taken = {rule.name for rule in RULES if rule.applies(replace(PAPER, skewed=True))}
-    assert "local SGD planned FedNova" in taken
-    assert not {"local SGD 16 ring", "one stage H=4", "one stage H=4 delayed"} & taken
+    assert "local SGD planned H=4 FedNova" in taken
+    assert not {"local SGD H=16 ring", "SSP planned H=4", "SSP planned H=4 delayed"} & taken
 
 
 def test_rules_name_options_keys_and_each_other() -> None:
@@ -122,17 +122,17 @@ def test_only_what_cannot_be_the_best_is_dropped_before_the_race() -> None:
         made("BSP", 30),
         made("BSP ring", 40),  # the same updates, and faster
         made("BSP ring delayed", 40.3),  # gives something up for less than 1 %
-        made("local SGD 4", 39),  # slower than BSP, and another algorithm
-        made("local SGD 16 ring", 60),
+        made("local SGD H=4", 39),  # slower than BSP, and another algorithm
+        made("local SGD H=16 ring", 60),
         made("SSP", 20),
         made("ASP", 50),
     ]
     kept, left_out = remove_inferior(field)
     assert [own.name for own in kept] == [
         "BSP ring",
-        "local SGD 16 ring",
+        "local SGD H=16 ring",
         "ASP",
-        "local SGD 4",
+        "local SGD H=4",
         "SSP",
     ]
     reasons = {out.name: out.reason for out in left_out}
@@ -143,9 +143,9 @@ def test_only_what_cannot_be_the_best_is_dropped_before_the_race() -> None:
     assert reasons["BSP ring delayed"].startswith(
         "it gives up gradients of the latest model against BSP ring for no "
     )
-    assert origins(next(rule for rule in RULES if rule.name == "one stage H=4 delayed")) == [
-        "one stage H=4",
-        "one stage H=2",
+    assert origins(next(rule for rule in RULES if rule.name == "SSP planned H=4 delayed")) == [
+        "SSP planned H=4",
+        "SSP planned H=2",
     ]
 
 
