@@ -203,7 +203,8 @@ def leave_out_slow(scale: Scale, context: RaceContext) -> RaceContext:
         setting_of(own, context, scale, rates_of(own, scale)[0], base.config["seed"], (RATE,))
         for own in first
     ]
-    run_grid(grid_of(runs, selection.left_out), folder, context, TUNED, "tuning", seeds=2)
+    phase = "tuning, predicted fastest"
+    run_grid(grid_of(runs, selection.left_out), folder, context, TUNED, phase, seeds=2)
     times = dict[Candidate, float]()
     for own, run in zip(first, runs, strict=True):
         curve = read_curve(folder, run)
@@ -262,7 +263,8 @@ def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
     if len(scale.rates) == 1:
         return [TunedCandidate(own, rates[own][0], None) for own in selection.candidates]
     order = [runs[own][0] for own in selection.candidates]
-    run_grid(grid_of(order, selection.left_out), folder, context, TUNED, "tuning", seeds=2)
+    phase = "tuning, other candidates"
+    run_grid(grid_of(order, selection.left_out), folder, context, TUNED, phase, seeds=2)
 
     def rank_rates(own: Candidate, count: int | None = None) -> list[TunedCandidate]:
         """Return the runs of a candidate at its first `count` rates, the best one first."""
@@ -279,7 +281,8 @@ def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
     several = dict.fromkeys((base, *near))
     for k in range(1, len(scale.rates)):
         order += [runs[own][k] for own in several if rank_rates(own, k)[0].rate == rates[own][0]]
-        run_grid(grid_of(order, selection.left_out), folder, context, TUNED, "tuning", seeds=2)
+        phase = f"tuning, learning rate × {scale.rates[k]:g}"
+        run_grid(grid_of(order, selection.left_out), folder, context, TUNED, phase, seeds=2)
     found = rank_candidates()
     other_seed = seed + 1 + ROUNDS[-1]  # one that the race does not use
     again = dict[Candidate, list[tuple[TunedCandidate, Setting]]]()
@@ -289,7 +292,8 @@ def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
             for two in rank_rates(own.candidate)[:2]
         ]
     order += [run for pairs in again.values() for _, run in pairs]
-    run_grid(grid_of(order, selection.left_out), folder, context, TUNED, "tuning", seeds=3)
+    phase = "tuning, second seed"
+    run_grid(grid_of(order, selection.left_out), folder, context, TUNED, phase, seeds=3)
     return [
         steadier_rate(
             own, [(two, read_curve(folder, run)) for two, run in again.get(own.candidate, ())]
@@ -394,7 +398,7 @@ def run_rounds(
     for further in (*ROUNDS[1:], 0):
         began_s = context.deadline.spent_s
         grid = race_grid(tries, scale, context, counts)
-        phase = "further seeds" if counts else "race"
+        phase = f"race, up to {max(counts.values())} seeds" if counts else "race"
         run_grid(grid, context.folder, context, RACING, phase, to_tracker)
         now_s, (found, unreached) = context.deadline.spent_s, rank_outcome(context)
         second = found.effect_over_second if found else None

@@ -82,8 +82,9 @@ class SweepProgress:
         """Count a run that has ended, and print how."""
         self.done += 1
         self._count(self._running)
-        counter = f"{self.phase} {self.done}/{self.total}".lstrip()
-        self.print_line(f"[{counter}] {label}  {describe_end(summary)}")
+        phase = f"{self.phase}: " if self.phase else ""
+        counter = f"[{phase}{self.done}/{self.total}]"
+        self.print_line(f"{counter} {label}  {describe_end(summary)}")
 
     def print_line(self, line: str) -> None:
         """Print a line that stays."""

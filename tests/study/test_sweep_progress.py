@@ -119,5 +119,5 @@ def test_lines_and_table_name_the_phase() -> None:
     progress.count_ended("BSP", {"status": "finished", "time_s": 2.0})
     console.print(progress.bars.get_renderable())
     first, second, *_ = console.file.getvalue().splitlines()
-    assert first.startswith("[tuning 1/3] BSP  finished after 2 s")
+    assert first.startswith("[tuning: 1/3] BSP  finished after 2 s")
     assert second.startswith("tuning: 1 of 3 runs, ")
