@@ -94,3 +94,15 @@ def test_a_wrong_hosts_file_is_one_sentence_before_any_job(
     assert err.startswith("ashl: ")
     assert err.count("\n") == 1
     assert "hosts" in err
+
+
+def test_links_without_a_cost_per_byte_have_no_rate(
+    workplace: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence said: over links of inf Mbit/s."""
+    declared = (*CLUSTER[:2], "cluster.exchange_s=0")
+    monkeypatch.setattr(subprocess, "run", job(0, *declared))
+    assert main(["advise", "--probe", "hosts"]) == 0
+    out = capsys.readouterr().out
+    assert "an hour over links without a measurable limit" in out
+    assert not {"inf", "warning"} & set(out.split())

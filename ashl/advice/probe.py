@@ -59,7 +59,7 @@ class Probed:
     """The answer of a probe."""
 
     workers: int
-    link_mbit_s: float
+    link_mbit_s: float | None  # None = a push of the model takes no longer than an empty message
     choices: tuple[Choice, ...]
     profile: Path
 
@@ -77,7 +77,7 @@ class Probed:
         """Return a sentence for each measured value outside the tested ranges."""
         low, high = TESTED_MBIT_S
         found = []
-        if not low <= self.link_mbit_s <= high:
+        if self.link_mbit_s is not None and not low <= self.link_mbit_s <= high:
             found.append(
                 f"predictions were compared with measurements at {low:g} to {high:g} Mbit/s, and"
                 f" the slowest link has {self.link_mbit_s:.3g} Mbit/s"
@@ -98,11 +98,14 @@ class Probed:
         """Print the answer, the table of all H, and the warnings."""
         best = self.best_choice
         reached = "" if best.utilisation >= WANTED else f"no H reaches {percent(WANTED, 0)}; "
+        links = "links without a measurable limit"
+        if self.link_mbit_s is not None:
+            links = f"links of {self.link_mbit_s:.3g} Mbit/s"
         print_unwrapped(
             console,
             f"{reached}H = {best.local_steps}: the utilisation of {self.workers} workers is"
             f" {percent(best.utilisation)}, and each sends {megabytes(best.bytes_per_hour)} an hour"
-            f" over links of {self.link_mbit_s:.3g} Mbit/s",
+            f" over {links}",
             style="bold",
         )
         titles = ("H", "utilisation", "sent per worker and hour")
@@ -167,10 +170,12 @@ def from_profile(path: Path, overrides: Sequence[str]) -> Probed:
     return Probed(n, link_mbit_s(profile), choices, path)
 
 
-def link_mbit_s(profile: Profile) -> float:
-    """Return the rate of the slowest link: of a measured all-reduce, else of the pushes."""
+def link_mbit_s(profile: Profile) -> float | None:
+    """Return the rate of the slowest link: of a measured all-reduce, else of the pushes; None
+    without any.
+    """
     n = len(profile.workers)
     if profile.all_reduce is not None and profile.all_reduce.s_per_byte:
         return 2 * (n - 1) / n / profile.all_reduce.s_per_byte / 125_000
     rates = [worker.push_bytes_s for worker in profile.workers if worker.push_bytes_s]
-    return min(rates, default=float("inf")) / 125_000
+    return min(rates) / 125_000 if rates else None
