@@ -1,15 +1,20 @@
 """`ashl advise`: recommend a combination of methods for a cluster and a task."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ashl.config.override import CommandLine, command_text
 
 from .answer import Answer, Json
 from .sweep import handle_interrupts
 from .table import console
 from .train import ConfigDir, ConfigFile, Debug, Overrides, Quiet, show_starting
 from .typed import typed_command
+
+BUDGET = "--budget"
 
 
 def advise(
@@ -28,7 +33,9 @@ def advise(
     ] = None,
     budget: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=1, max=1e7, help="Limit of the time on this machine."),
+        typer.Option(
+            BUDGET, metavar="SECONDS", min=1, max=1e7, help="Limit of the time on this machine."
+        ),
     ] = 300.0,
     dry_run: Annotated[
         bool,
@@ -73,14 +80,28 @@ def advise(
             dry_run=dry_run,
             quiet=quiet,
         )
-    following = str(typed_command(ctx)) if found.result is None else found.result.record["command"]
+    typed = typed_command(ctx)
+    if found.result is None:
+        following = str(typed)
+    elif (budget_s := found.result.record["needed_budget_s"]) is not None:
+        following = str(with_budget(typed, budget_s))
+    else:
+        following = found.result.record["command"]
     return Answer(found.document(), lambda: found.show(console()), following)
+
+
+def with_budget(typed: CommandLine, budget_s: float) -> CommandLine:
+    """Return the typed command with another budget."""
+    name, *words = typed.words
+    if BUDGET in words:
+        at = words.index(BUDGET)
+        del words[at : at + 2]
+    return replace(typed, words=(name, BUDGET, f"{budget_s:.0f}", *words))
 
 
 def answer_probe(hosts: Path, overrides: list[str]) -> Answer:
     """Answer H from the links of hosts."""
     from ashl.advice.probe import probe
-    from ashl.config.override import command_text
 
     found = probe(hosts, overrides)
     profiled = ("cluster=profile", f"profile={found.profile}", "runtime=sim")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ashl.advice import advise, candidates, contest, leave_out
+from ashl.advice.answer import NextCommands, rates_notes, server_link_notes
 from ashl.advice.candidates import (
     BSP,
     Candidate,
@@ -36,6 +37,7 @@ from ashl.advice.rules import RULES, Rule, Situation
 from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
 from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
+from ashl.config.override import CommandLine
 from ashl.errors import UsageError
 from ashl.planning.compile_plan import compile_plan
 from ashl.run.host_time import START_S, Costs
@@ -300,6 +302,56 @@ def test_a_resumed_race_keeps_its_size_unless_the_budget_allows_more(
     ]
 
 
+def test_the_answer_says_which_candidates_ran_at_several_rates() -> None:
+    """It announced three rates each, and the budget had ended after the first."""
+    own, other = made("BSP", 1), made("ASP", 1)
+    once = [TunedCandidate(known, 0.1, None, 1) for known in (own, other)]
+    assert rates_notes(once, Scale(1.0, (1.0,), None)) == []
+    (none,) = rates_notes(once, Scale(1.0, RATES, None))
+    assert none.startswith("No learning rate was tuned, because the budget ended before: ")
+    several = [once[0]._replace(tried=2), once[1]]
+    assert rates_notes(several, Scale(1.0, RATES, None)) == [
+        "Up to 2 learning rates ran for 1 of 2 candidates (BSP); the other 1 have the configured one."
+    ]
+
+
+def test_a_server_without_a_limit_is_said_if_workers_have_one() -> None:
+    links = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.latency_s=0")
+
+    def notes(*texts: str) -> list[str]:
+        fixed = ("runtime=sim", "cluster=homogeneous", *texts)
+        _, config, plan = candidates.with_effect(fixed, None)
+        return server_link_notes(
+            Candidate(Rule(name="", overrides="", why=""), (), config, plan, "")
+        )
+
+    (note,) = notes("sync=asp", *links)
+    assert note.endswith("add cluster.server_bandwidth_mbit_s=100.")
+    assert not notes("sync=asp")
+    assert not notes("sync=asp", *links, "cluster.server_bandwidth_mbit_s=100")
+    assert not notes("sync=bsp", "topology=all_reduce", *links)
+
+
+@pytest.mark.parametrize(
+    ("typed", "places"),
+    [
+        (["cluster=one_slow"], ["here, in virtual time", "here, emulated"]),
+        (["cluster=one_slow", "runtime=sim"], ["here, in virtual time"]),
+        (["cluster=one_slow", "runtime=local"], ["here, emulated"]),
+        (["cluster=real"], ["here"]),
+    ],
+)
+def test_a_declared_cluster_runs_in_virtual_time_unless_a_runtime_was_typed(
+    typed: list[str], places: list[str]
+) -> None:
+    virtual = [*(text for text in typed if not text.startswith("runtime")), "runtime=sim"]
+    follows = NextCommands(CommandLine(("advise",)), virtual, typed, Path("hosts"))
+    found = follows.commands_here(["sync=asp"])
+    assert [where for where, _ in found] == places
+    for where, command in found:
+        assert ("runtime=sim" in command) == ("virtual" in where)
+
+
 # --- leaving a worker out
 # ---------------------------------------------------------------------------------------------
 
@@ -331,15 +383,31 @@ def test_a_worker_is_left_out_if_a_barrier_without_it_is_faster() -> None:
     """Five workers behind a barrier take 5/c steps per step time, four without the slowest take 4:
     it pays if c < 5/4.
     """
-    found = leave_out_of([racer("bsp", "[1,1,1,1,5]", 40.0)], lambda: False, not_run)
+    racers = [racer("bsp", "[1,1,1,1,5]", 40.0)]
+    found = leave_out_of(racers, lambda: False, lambda racers, cluster: 10.0, 0.1)
     assert found is not None
     assert (found.worker, found.with_s, found.is_advised) == (4, 40.0, True)
-    assert found.without_s == pytest.approx(10.0, rel=0.01)
     assert found.pays_from == pytest.approx(0.8, rel=0.04)
     said = found.sentence()
     assert said.startswith(
-        "leave out worker 4: with it 40 s, without it 10 s as predicted; keeping it is faster if its speed is at least 0.8"
+        "leave out worker 4: with it 40 s, without it 10 s in 3 runs; keeping it is faster if its speed is at least 0.8"
     )
+
+
+def test_a_worker_is_not_left_out_for_a_prediction_or_for_one_evaluation() -> None:
+    racers = [racer("bsp", "[1,1,1,1,5]", 40.0)]
+    found = leave_out_of(racers, lambda: False, not_run, 0.1)
+    assert found is not None
+    assert found.without_s == pytest.approx(10.0, rel=0.01)
+    assert not found.is_advised
+    said = found.sentence()
+    assert said.startswith("undecided about worker 4: with it 40 s, without it 10 s as predicted; ")
+    assert said.endswith("; no time was left for runs without it")
+    for without_s, is_advised in ((39.9, False), (39.8, True)):
+        found = leave_out_of(racers, lambda: False, lambda *args, own=without_s: own, 0.1)
+        assert found is not None
+        assert found.is_advised == is_advised
+        assert ("two evaluations are 0.1 s apart" in found.sentence()) != is_advised
 
 
 def not_run(racers: Sequence[Racer], cluster: dict) -> None:
@@ -355,13 +423,13 @@ def test_runs_without_a_worker_count_more_than_the_prediction() -> None:
         return 15.0
 
     asp, bsp = racer("asp", "[1,1,1,1,5]", 20.0), racer("bsp", "[1,1,1,1,5]", 40.0)
-    found = leave_out_of([asp], lambda: False, race_on)
+    found = leave_out_of([asp], lambda: False, race_on, 0.1)
     assert found is not None
     assert (found.is_advised, found.without_s, found.runs) == (True, 15.0, 3)
     assert found.sentence().startswith(
         "leave out worker 4: with it 20 s, without it 15 s in 3 runs"
     )
-    leave_out_of([asp, bsp], lambda: False, race_on)
+    leave_out_of([asp, bsp], lambda: False, race_on, 0.1)
     assert [racers for racers, _ in asked] == [[asp], [asp, bsp]]
     assert all(cluster["compute"] == [1, 1, 1, 1] for _, cluster in asked)
 
@@ -370,15 +438,15 @@ def test_a_worker_is_kept_where_another_method_uses_it(monkeypatch: pytest.Monke
     """Asynchronous workers take 4 + 1/5 steps per step time together, and four take 4."""
     monkeypatch.setattr("ashl.planning.predict.CYCLES", 128)  # a forecast in full length
     bsp, asp = racer("bsp", "[1,1,1,1,5]", 40.0), racer("asp", "[1,1,1,1,5]", 20.0)
-    found = leave_out_of([asp, bsp], lambda: False, not_run)
+    found = leave_out_of([asp, bsp], lambda: False, not_run, 0.1)
     assert found is not None
     assert found.without_s == pytest.approx(10.0, rel=0.01)
-    alone = leave_out_of([asp], lambda: False, not_run)
+    alone = leave_out_of([asp], lambda: False, not_run, 0.1)
     assert alone is not None
     assert (alone.is_advised, alone.pays_from) == (False, None)
     assert alone.without_s == pytest.approx(21.0, rel=0.02)
-    assert alone.sentence().startswith("keep worker 4: with it 20 s, without it 21")
-    assert leave_out_of([asp], lambda: True, not_run) is None
+    assert "worker 4: with it 20 s, without it 21" in alone.sentence()
+    assert leave_out_of([asp], lambda: True, not_run, 0.1) is None
 
 
 def test_on_a_profiled_cluster_a_worker_is_left_out_too(
@@ -403,7 +471,7 @@ def test_on_a_profiled_cluster_a_worker_is_left_out_too(
         contest.time_on_cluster(racers, cluster, Scale(1.0, (1.0,), None), context)
 
     shares = (1.0, *(0.0 for _ in plan.stages[1:]))
-    found = leave_out_of([Racer(own, 40.0, shares, 0.1, (1,))], lambda: False, race_on)
+    found = leave_out_of([Racer(own, 40.0, shares, 0.1, (1,))], lambda: False, race_on, 0.1)
     assert found is not None
     assert found.worker == 3
     assert found.without_s is not None
@@ -757,7 +825,10 @@ def test_a_budget_that_is_used_up_leaves_time_to_copy_to_mlflow(
 
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_less_than_three_seeds_of_the_first_two_are_no_answer(
-    seeds: int, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    seeds: int,
+    workplace: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_all = raced({"bsp": 2.0, "asp": 1.0}, only=lambda job: job.config["seed"] <= seeds)
     record = advised(monkeypatch, "BSP, ASP", Scale(1.0, (1.0,), 0.1), run_all, "--target", "0.9")
@@ -766,6 +837,10 @@ def test_less_than_three_seeds_of_the_first_two_are_no_answer(
     )
     assert record["missing"] == [f"the first two have {seeds} and {seeds} of at least 3 seeds"]
     assert not record["separated"]
+    out = capsys.readouterr().out
+    assert "workers undecided whether to leave one out, as long as there is no answer" in out
+    more = f"next: ashl advise --budget {record['needed_budget_s']:.0f} --target 0.9 cluster="
+    assert more in out
 
 
 def test_candidates_that_never_ran_are_counted_and_named(

@@ -14,14 +14,15 @@ from rich.text import Text
 from ashl.advice.candidates import Candidate, Selection, dropped_notes
 from ashl.advice.contest import RaceContext, TunedCandidate, time_on_cluster
 from ashl.advice.evidence import Evidence
-from ashl.advice.leave_out import Racer, leave_out_of
-from ashl.advice.scale import Load, Scale
+from ashl.advice.leave_out import FEWEST_WORKERS, Racer, leave_out_of
+from ashl.advice.scale import SEEDS, Load, Scale
 from ashl.config.catalog import own_folder
 from ashl.config.compose import compose
 from ashl.config.override import CommandLine, group_of, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
+from ashl.planning.instantiate import parts_of
 from ashl.report.answer import (
     Answer,
     CommandAnswer,
@@ -62,20 +63,35 @@ class RaceAnswer:
 class NextCommands:
     """The commands that the answer recommends.
 
-    Args: command is the typed command; real has the overrides for a run on processes; hosts is the
-    host file for `ashl launch`.
+    Args: command is the typed command; virtual has the overrides for a run in virtual time, and
+    real those for a run on processes, which are equal if virtual time was typed; hosts is the host
+    file for `ashl launch`.
     """
 
     command: CommandLine
+    virtual: Sequence[str]
     real: Sequence[str]
     hosts: Path
 
-    def command_here(self, chosen: Sequence[str]) -> tuple[str, str]:
-        """Return where the run on this machine takes place, in words, and its command."""
-        kept = [text for text in self.real if key_of(text) not in OWN]
-        where = "here" if "cluster=real" in kept else "here, emulated"
-        where = "here, in virtual time" if "runtime=sim" in kept else where
-        return where, self.command.follow_up("train", *self._with_effect((*kept, *chosen)))
+    def commands_here(self, chosen: Sequence[str]) -> list[tuple[str, str]]:
+        """Return where each run on this machine takes place, in words, and its command.
+
+        A declared cluster runs in virtual time first, as in the race, unless a runtime was typed.
+        """
+        virtual, real = ("here, in virtual time", self.virtual), ("here, emulated", self.real)
+        if "cluster=real" in self.real:
+            runs = [("here", self.real)]
+        elif self.virtual == self.real:
+            runs = [virtual]
+        elif any(key_of(text) == "runtime" for text in self.real):
+            runs = [real]
+        else:
+            runs = [virtual, real]
+        return [(where, self._train(texts, chosen)) for where, texts in runs]
+
+    def _train(self, texts: Sequence[str], chosen: Sequence[str]) -> str:
+        kept = [text for text in texts if key_of(text) not in OWN]
+        return self.command.follow_up("train", *self._with_effect((*kept, *chosen)))
 
     def command_on_hosts(self, chosen: Sequence[str], num_workers: int) -> str:
         """Return the command for several machines, without the declared cluster and without a
@@ -137,9 +153,9 @@ def announce(scale: Scale, context: RaceContext) -> None:
     selection = context.selection
     rest = f"{len(selection.left_out)} left out (the report gives the reasons)"
     rates = (
-        f"{len(scale.rates)} learning rates each"
+        f"up to {len(scale.rates)} learning rates for the best of them"
         if len(scale.rates) > 1
-        else "one learning rate for all"
+        else "one learning rate for each"
     )
     print_unwrapped(
         context.console,
@@ -185,6 +201,41 @@ def notes_of(scale: Scale) -> list[str]:
     return notes
 
 
+def rates_notes(tries: Sequence[TunedCandidate], scale: Scale) -> list[str]:
+    """Return a sentence on the learning rates that ran, if several were to be tried."""
+    if len(scale.rates) == 1:
+        return []
+    tuned = [own.candidate.name for own in tries if own.tried > 1]
+    if not tuned:
+        return [
+            "No learning rate was tuned, because the budget ended before: each candidate has one"
+            " rate, which may suit some better than others."
+        ]
+    most = max(own.tried for own in tries)
+    rest = len(tries) - len(tuned)
+    others = f"; the other {rest} have the configured one" if rest else ""
+    return [
+        f"Up to {most} learning rates ran for {len(tuned)} of {len(tries)} candidates"
+        f" ({', '.join(tuned)}){others}."
+    ]
+
+
+def server_link_notes(own: Candidate) -> list[str]:
+    """Return a sentence if workers' links have a limit and the server's NIC has none."""
+    cluster = own.config["cluster"]
+    limit = cluster.get("bandwidth_mbit_s")
+    others = (cluster.get(key) for key in ("exchange_s", "server_bandwidth_mbit_s"))
+    if limit is None or any(other is not None for other in others):
+        return []
+    if not parts_of(own.plan).stages[0].topology.has_server:
+        return []
+    return [
+        f"The server's NIC is unlimited here, while a worker's link has {limit:g} Mbit/s. The"
+        " workers share the bandwidth of a real server:"
+        f" for one with a worker's link, add cluster.server_bandwidth_mbit_s={limit:g}."
+    ]
+
+
 def answer_race(
     tries: Sequence[TunedCandidate],
     scale: Scale,
@@ -214,20 +265,27 @@ def answer_race(
     own, rate = candidate_of(selection, first), first.runs[0].config["optimizer.lr"]
     evaluated = [] if scale.every_s is None else [f"eval.every_s={scale.every_s:g}"]
     chosen = [*evaluated, *own.overrides, f"optimizer.lr={rate:g}"]
-    follows = NextCommands(context.command, real, context.folder / HOSTS)
-    where, command = follows.command_here(chosen)
+    follows = NextCommands(context.command, context.fixed, real, context.folder / HOSTS)
+    here = follows.commands_here(chosen)
     launch = follows.command_on_hosts(chosen, own.plan.num_workers)
     plan = compile_plan(
         {**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, []
     )
-    racers = racers_of(selection, board)
+    racers = [] if known.missing else racers_of(selection, board)
 
     def is_over() -> bool:
         return deadline.left_s < max(LEAST_S, deadline.budget_s / 20)
 
     race_on = partial(time_on_cluster, scale=scale, context=context)
-    without = leave_out_of(racers, is_over, race_on) if racers else None
-    notes = [*notes_of(scale), *dropped_notes(selection.candidates), *known.notes(context)]
+    apart_s = board.resolution_s or 0.0
+    without = leave_out_of(racers, is_over, race_on, apart_s) if racers else None
+    notes = [
+        *notes_of(scale),
+        *rates_notes(tries, scale),
+        *dropped_notes(selection.candidates),
+        *known.notes(context),
+        *server_link_notes(own),
+    ]
     words = race_text(board, known, notes)
     effect = board.effect_over_second
     sure = effect.probability if effect else None
@@ -239,14 +297,20 @@ def answer_race(
     if sure is not None and not known.missing:
         better = f"{first.label} is better than {others[0].label} on average"
         lines.append(("sure", f"{percent(sure)} that {better}"))
+    if known.missing and own.plan.num_workers >= FEWEST_WORKERS:
+        lines.append(
+            ("workers", "undecided whether to leave one out, as long as there is no answer")
+        )
     if without:
         lines.append(("workers", without.sentence()))
         if not without.runs:
             lines.append(("", "if learning needs the same number of steps without the worker"))
     lines += [
         ("expect", f"{board.measure.title}: {value} ({interval}); {sent}"),
-        ("run it", f"{where}: {command}"),
-        ("", f"on your machines: {launch}"),
+        *(
+            ("" if k else "run it", f"{where}: {command}")
+            for k, (where, command) in enumerate((*here, ("on your machines", launch)))
+        ),
     ]
     record = {
         "winner": row_record(first),
@@ -261,7 +325,7 @@ def answer_race(
         "probability": sure,
         "leave_out": without and without.record(),
         "notes": notes,
-        "command": command,
+        "command": here[0][1],
         "launch": launch,
         "expected": {"value": first.spread.middle, "bytes_up": up, "bytes_down": down},
         "spent_s": deadline.spent_s,
@@ -291,12 +355,13 @@ def candidate_of(selection: Selection, row: Row) -> Candidate:
 
 
 def racers_of(selection: Selection, board: Leaderboard) -> list[Racer]:
-    """Return the first racers and the baseline, if settings are ranked by time to a target; else
-    nothing.
+    """Return the first racers with enough seeds and the baseline, if settings are ranked by time to
+    a target; else nothing.
     """
     if not board.measure.is_time:
         return []
-    found = (racer_of(row, candidate_of(selection, row), board) for row in board.ranked_rows)
+    rows = [row for row in board.ranked_rows if len(row.runs) >= SEEDS]
+    found = (racer_of(row, candidate_of(selection, row), board) for row in rows)
     racers = [racer for racer in found if racer is not None]
     base = [racer for racer in racers if racer.candidate is selection.candidates[0]]
     return list(dict.fromkeys([*racers[:PREDICTED], *base]))
@@ -330,7 +395,9 @@ def candidate_record(own: TunedCandidate, board: Leaderboard) -> dict[str, Any]:
         "predicted_steps_per_s": own.candidate.rate,
         "optimizer.lr": own.rate,
         "tuning": (
-            None if curve is None else {"reached_s": curve.reached_s, "seen_s": curve.now_s}
+            None
+            if curve is None
+            else {"reached_s": curve.reached_s, "seen_s": curve.now_s, "rates": own.tried}
         ),
         "final": row_record(rows[0]) if rows else None,
     }

@@ -52,11 +52,15 @@ ROUNDS = (SEEDS, 5, 8)
 
 
 class TunedCandidate(NamedTuple):
-    """A candidate with the best learning rate of the tuning, and the progress of that run."""
+    """A candidate with the best learning rate of the tuning, and the progress of that run.
+
+    `tried` is the number of learning rates with which it ran in the tuning.
+    """
 
     candidate: Candidate
     rate: float
     curve: LearningCurve | None  # None if it has not begun
+    tried: int = 0
 
 
 class RaceContext(NamedTuple):
@@ -294,10 +298,14 @@ def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
     order += [run for pairs in again.values() for _, run in pairs]
     phase = "tuning, second seed"
     run_grid(grid_of(order, selection.left_out), folder, context, TUNED, phase, seeds=3)
+
+    def count_tried(own: Candidate) -> int:
+        return sum(read_curve(folder, run) is not None for run in runs[own])
+
     return [
         steadier_rate(
             own, [(two, read_curve(folder, run)) for two, run in again.get(own.candidate, ())]
-        )
+        )._replace(tried=count_tried(own.candidate))
         for own in found
     ]
 

@@ -3,7 +3,8 @@
 Rule: the workers considered are the one with the longest steps and the one with the slowest link.
 The one with the shorter predicted time without it is removed from the cluster. The winner of the
 race runs again there, and the candidate that is predicted to be the fastest there. A worker should
-be left out if the shorter of their median times is shorter than the time with it.
+be left out if the shorter of their median times is shorter than the time with it. Without these
+runs, and below the time between two evaluations, the answer is undecided.
 Its break-even speed is the speed at which both are equal, in times of the median of the others.
 
 A prediction begins with the measured time on the whole cluster. It divides each stage's part of it
@@ -24,6 +25,8 @@ from ashl.tracking.console import seconds
 
 # The break-even speed is searched from the median's speed down to this share of it.
 SLOWEST = 1 / 64
+ROUNDING = 1.001  # so that a difference of one evaluation counts as one after rounding
+FEWEST_WORKERS = 3  # with two, nothing is distributed without one
 HALVINGS = 7  # halvings of the logarithmic interval; they leave 3 % of the break-even speed
 
 Spec = dict[str, Any]
@@ -48,6 +51,7 @@ class LeaveOut(NamedTuple):
     `pays_from` is its break-even speed in times of the others' median; None = not known, or none
     in the range searched. `runs` is the number of runs without the worker; at 0,
     `without_s` is predicted. `without_s` is None if those runs did not reach the target.
+    `undecided` is the reason why no answer is given; empty if there is one.
     """
 
     worker: int
@@ -55,10 +59,13 @@ class LeaveOut(NamedTuple):
     without_s: float | None
     pays_from: float | None
     runs: int
+    undecided: str
 
     @property
     def is_advised(self) -> bool:
-        return self.without_s is not None and self.without_s < self.with_s
+        if self.undecided or self.without_s is None:
+            return False
+        return self.without_s < self.with_s
 
     def record(self) -> dict[str, Any]:
         """Return the values for advice.json."""
@@ -72,6 +79,8 @@ class LeaveOut(NamedTuple):
         if self.pays_from is not None:
             text += f"; keeping it is faster if its speed is at least {self.pays_from:.2g} times"
             text += " the median of the others"
+        if self.undecided:
+            return f"undecided about {text}; {self.undecided}"
         return ("leave out " if self.is_advised else "keep ") + text
 
 
@@ -80,15 +89,16 @@ RaceOn = Callable[[Sequence[Racer], Spec], float | None]
 
 
 def leave_out_of(
-    racers: Sequence[Racer], over: Callable[[], bool], race_on: RaceOn
+    racers: Sequence[Racer], over: Callable[[], bool], race_on: RaceOn, apart_s: float
 ) -> LeaveOut | None:
     """Return the worker whose absence gains most, or costs least; None if no time can be predicted.
 
-    Args: racers, the best one first; over returns True once no time is left.
+    Args: racers, the best one first; over returns True once no time is left; apart_s, seconds
+    between two evaluations.
     """
     plan = racers[0].candidate.plan
     spec: Spec = {**plan.cluster, "num_workers": plan.num_workers}
-    if plan.num_workers < 3 or spec["events"] or over():
+    if plan.num_workers < FEWEST_WORKERS or spec["events"] or over():
         return None
 
     def best_s(changed: Spec, among: Sequence[Racer] = racers) -> tuple[float, Racer]:
@@ -103,19 +113,25 @@ def leave_out_of(
     without_s, own, worker = min(found, key=lambda one: one[0])
     if over() or not math.isfinite(without_s):
         return None
+    with_s = racers[0].time_s
     two, less = list(dict.fromkeys([racers[0], own])), without_worker(spec, worker)
     able = [racer for racer in two if math.isfinite(predicted_s(racer, less))]
     measured_s, runs = race_on(able, less), 0
     if measured_s is not None:
         without_s, runs = measured_s, sum(len(racer.seeds) for racer in able)
     if not math.isfinite(without_s):
-        return LeaveOut(worker, racers[0].time_s, None, None, runs)
+        return LeaveOut(worker, with_s, None, None, runs, "")
+    undecided = ""
+    if not runs:
+        undecided = "no time was left for runs without it"
+    elif abs(with_s - without_s) <= ROUNDING * apart_s:
+        undecided = f"two evaluations are {seconds(apart_s)} apart, which is no less"
     pays_from = None
     if worker == slowest_worker(spec["compute"]):
         pays_from = break_even(
             lambda speed: best_s(with_speed(spec, worker, speed), two)[0] <= without_s, over
         )
-    return LeaveOut(worker, racers[0].time_s, without_s, pays_from, runs)
+    return LeaveOut(worker, with_s, without_s, pays_from, runs, undecided)
 
 
 def predicted_s(own: Racer, spec: Spec) -> float:

@@ -136,7 +136,7 @@ def judge_left_out(
     among = [key for key in best if key[0] in known][:CONTENDERS]
     there = whole_grid(own, without, record["scale"]["every_s"], folder, among)
     with_s, without_s = median(times[best[0]]), min(map(median, there.values()))
-    advised = "leave out" if said["leave_out"] else "keep"
+    advised = "undecided" if said["undecided"] else "leave out" if said["leave_out"] else "keep"
     right = said["leave_out"] == (without_s < with_s) or abs(without_s / with_s - 1) <= 0.1
     return (
         f"{advised} {worker}: {said['with_s']:.3g} .. {said['without_s']:.3g} s",

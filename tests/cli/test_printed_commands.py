@@ -161,15 +161,19 @@ def test_advice(place: Path, capsys, monkeypatch) -> None:
     ]
     assert main(["advise", *line, "--target", "0.9", "-q"]) == 0
     out = capsys.readouterr().out
-    here, there = re.search(
-        r"run it  here, emulated: (ashl .*)\n +on your machines: (ashl .*)\n", out
+    virtual, here, there = re.search(
+        r"run it  here, in virtual time: (ashl .*)\n +here, emulated: (ashl .*)\n"
+        r" +on your machines: (ashl .*)\n",
+        out,
     ).groups()
+    assert "runtime=sim" in virtual
+    assert f"next: {virtual}" in out
     assert here.startswith("ashl train ")
     assert there.startswith("ashl launch --hosts 'my advice/hosts.txt' -- train ")
     assert "cluster=one_slow" in here
     assert "one_slow" not in there
     found = everything(place, capsys) | commands_in(out)
-    assert {here, there} < found
+    assert {virtual, here, there} < found
     assert names(found) == ["advise", "launch", "train", "ui"]
     all_run(found, monkeypatch)
 
