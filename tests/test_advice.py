@@ -311,7 +311,7 @@ def test_the_answer_says_which_candidates_ran_at_several_rates() -> None:
     assert none.startswith("No learning rate was tuned, because the budget ended before: ")
     several = [once[0]._replace(tried=2), once[1]]
     assert rates_notes(several, Scale(1.0, RATES, None)) == [
-        "Up to 2 learning rates ran for 1 of 2 candidates (BSP); the other 1 have the configured one."
+        "Up to 2 learning rates ran for 1 of 2 candidates (BSP); the others have the configured one."
     ]
 
 

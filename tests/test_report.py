@@ -525,6 +525,7 @@ def test_broken_evaluations_leave_a_run_out_only_where_they_are_needed(tmp_path)
 def test_a_sweep_of_which_not_all_is_there(tmp_path) -> None:
     folder = sweep(tmp_path, bsp=(4.0,), ssp=(2.0,), asp=(1.0,))
     study = json.loads((folder / "sweep.json").read_text())
+    study["settings"][2]["label"] = "ASP"
     study["settings"].append({"hash": "gone", "axes": {"sync": "shl", "seed": "0"}})
     study["dropped"] = [{"hash": "00000002", "at_s": 0.0, "reason": "behind ssp"}]
     study["skipped"] = [
@@ -536,7 +537,7 @@ def test_a_sweep_of_which_not_all_is_there(tmp_path) -> None:
     found = read_study([folder])
     assert [out.reason for out in found.left_out] == ["has not run"]
     assert [(out.name, out.reason) for out in found.dropped] == [
-        ("sync=asp seed=0 (00000002)", "before it began, because of another seed: behind ssp")
+        ("ASP: sync=asp seed=0 (00000002)", "before it began, because of another seed: behind ssp")
     ]
     assert [out.name for out in found.skipped] == ["sync=ssp (2 seeds)"]
     assert [row.label for row in rank(found).rows] == ["ssp", "bsp"]

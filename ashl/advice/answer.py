@@ -212,8 +212,7 @@ def rates_notes(tries: Sequence[TunedCandidate], scale: Scale) -> list[str]:
             " rate, which may suit some better than others."
         ]
     most = max(own.tried for own in tries)
-    rest = len(tries) - len(tuned)
-    others = f"; the other {rest} have the configured one" if rest else ""
+    others = "; the others have the configured one" if len(tuned) < len(tries) else ""
     return [
         f"Up to {most} learning rates ran for {len(tuned)} of {len(tries)} candidates"
         f" ({', '.join(tuned)}){others}."

@@ -181,7 +181,8 @@ def read_study(paths: Sequence[Path]) -> Study:
             skipped += skipped_points
         for folder, digest, axes, label in children:
             if digest in reasons:
-                named = " ".join(f"{key}={value}" for key, value in axes.items())
+                point = " ".join(f"{key}={value}" for key, value in axes.items())
+                named = ": ".join(filter(None, (label, point)))
                 dropped.append(LeftOut(f"{named} ({digest})", reasons[digest]))
             try:
                 run = read_run(folder, digest, axes, label)
