@@ -276,7 +276,7 @@ def answer_race(
         return deadline.left_s < max(LEAST_S, deadline.budget_s / 20)
 
     race_on = partial(time_on_cluster, scale=scale, context=context)
-    apart_s = board.resolution_s or 0.0
+    apart_s = board.resolution_s(first) or 0.0
     without = leave_out_of(racers, is_over, race_on, apart_s) if racers else None
     notes = [
         *notes_of(scale),

@@ -369,7 +369,8 @@ def _parse_change(text: str, known: Catalog, config_dir: Path | None) -> Overrid
         raise UsageError(
             f"{text} gives several values where train takes one; use `{sweep}`{brackets}."
         )
-    if isinstance(change.value(), Mapping) and "???" in change.value().values():
+    typed = change.value()
+    if isinstance(typed, Mapping) and "???" in typed.values():
         # Merging would leave the key out.
         raise UsageError(f"{text}: ??? stands for a missing value; give it one, or null")
     if (

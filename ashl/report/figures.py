@@ -396,8 +396,8 @@ def name_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
         free = [at for at in places if not any(is_close(at, other, high) for other in taken)]
         place = next((at for at in free if bottom <= at[1] <= top), places[0])
         taken.append(place)
-        at = axes.transData.inverted().transform(place)
-        axes.annotate(name, at, (5, -3), **POINTS, weight="bold", bbox=ground)
+        at_x, at_y = axes.transData.inverted().transform(place)
+        axes.annotate(name, (at_x, at_y), (5, -3), **POINTS, weight="bold", bbox=ground)
 
 
 def is_close(one: tuple[float, float], other: tuple[float, float], high: float) -> bool:

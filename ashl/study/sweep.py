@@ -167,14 +167,13 @@ def sweep(
 def check_same_grid(grid: Grid, folder: Path) -> None:
     """Refuse a folder with the sweep of another grid, whose record and report would be replaced.
 
-    Raises: UsageError.
+    A grid with more settings continues the sweep. Raises: UsageError.
     """
     try:
         _, children, *_ = read_sweep(folder)
     except BrokenRecordError:  # there is none, or it is written again
         return
-    before = {digest for _, digest, *_ in children}
-    if before and before != {setting.hash for setting in grid.settings}:
+    if {digest for _, digest, *_ in children} - {setting.hash for setting in grid.settings}:
         raise other_sweep_error(folder)
 
 
