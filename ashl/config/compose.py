@@ -351,7 +351,9 @@ def _parse_change(text: str, known: Catalog, config_dir: Path | None) -> Overrid
     change = parse_override(text, known)
     key, _, value = text.lstrip("+~").partition("=")
     if change.is_delete():
-        raise UsageError(f"{text}: a key cannot be taken away; set it to null, as in {key}=null.")
+        raise UsageError(
+            f"{text}: a key cannot be taken away; give it another value, or null if it is optional"
+        )
     if key.split(".")[0] == "hydra" or "/" in key or "@" in key:
         fix = "; options of your own are found with --config-dir" if "searchpath" in key else ""
         raise UsageError(f"{text}: Hydra's own settings and packages are not used here{fix}.")
@@ -561,6 +563,9 @@ def _unknown_key_error(
         for option, file in known.get(group, {}).items()
         for parameter in parameters(file)
     }
+    above = key.rpartition(".")[0]
+    if above in keys and not any(one.startswith(f"{above}.") for one in keys):
+        return UsageError(f"{source}{above} takes one value, not keys; write {above}=VALUE")
     near = nearest_key(key, [*keys, *named])
     if near:
         fix = f"did you mean {near}{'' if near in keys else f', a key of {group}={named[near]}'}?"

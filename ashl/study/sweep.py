@@ -165,7 +165,7 @@ def sweep(
 
 
 def check_same_grid(grid: Grid, folder: Path) -> None:
-    """Refuse a folder with the sweep of another grid, whose record and report would be replaced.
+    """Refuse a folder that holds the sweep of another grid: its record would be replaced.
 
     A grid with more settings continues the sweep. Raises: UsageError.
     """
