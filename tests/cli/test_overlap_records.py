@@ -48,7 +48,7 @@ def test_what_is_hidden_and_what_overlapped(workplace, capsys) -> None:
     page = Path("report.html").read_text()
     assert f"{100 * each['comm_hidden_share']:.1f} %" in page
     assert ">parts<" in page
-    assert ">sums<" in page
+    assert ">messages<" in page
     assert main(["export", "wfbp"]) == 0
     assert "comm_hidden_share" in capsys.readouterr().out.splitlines()[0]
 
