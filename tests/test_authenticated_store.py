@@ -173,6 +173,15 @@ def test_the_controller_learns_the_end_of_a_connection_after_any_error(server) -
     assert closed.wait(5)
 
 
+@pytest.mark.parametrize("content", [b"5", b"[]", b"{", b'[{"$bytes": null}]'])
+def test_a_message_that_is_no_request_closes_its_connection(server, content: bytes) -> None:
+    own = client(server)
+    own._connection.send(SIZE.pack(len(content)) + content)
+    with pytest.raises(OSError, match="closed"):
+        own._connection.receive_message()
+    client(server).set("key", "value")
+
+
 def test_a_store_outlives_a_moment_without_threads(server, monkeypatch) -> None:
     def start(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -263,8 +263,11 @@ class StoreServer:
             self.call("closed")
 
     def _answer_requests(self, link: socket.socket, address: str) -> None:
-        """Answer the requests of a client that knows the secret until its connection is closed."""
-        with closing(Connection(link, CHALLENGE_S)) as connection, suppress(OSError, ValueError):
+        """Answer the requests of a client that knows the secret until its connection is closed. A
+        message that is no request closes it, too.
+        """
+        not_answered = OSError, ValueError, TypeError
+        with closing(Connection(link, CHALLENGE_S)) as connection, suppress(*not_answered):
             try:
                 connection.authenticate(self._secret, (SERVER, CLIENT))
             except OSError:
