@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ashl.config.flat import flat_config
-from ashl.config.identity import config_hash
-from ashl.config.override import key_of
+from ashl.config.identity import WHERE, config_hash
+from ashl.config.override import group_of, key_of
 from ashl.config.recorded import CONFIG, read_yaml, typed_command, typed_settings
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
@@ -191,6 +191,7 @@ def read_study(paths: Sequence[Path]) -> Study:
                 )
             except BrokenRecordError as error:
                 left_out += [] if digest in reasons else [LeftOut(str(folder), str(error))]
+    left_out += leave_out_repeats(runs)
     if not runs:
         why = "; ".join(f"{out.name}: {out.reason}" for out in left_out[:3]) or "the sweep has none"
         raise UsageError(
@@ -205,6 +206,26 @@ def read_study(paths: Sequence[Path]) -> Study:
         sweep=sweep if is_one_sweep else None,
         folder=paths[0] if is_one_sweep else None,
     )
+
+
+def leave_out_repeats(runs: dict[Path, Run]) -> list[LeftOut]:
+    """Remove the runs in virtual time that repeat an earlier one, and say so of each: same
+    configuration, seed included, and same result. They are no further evidence.
+    """
+    first: dict[Any, Run] = {}
+    left_out = []
+    for place, run in list(runs.items()):
+        if run.summary.get("time_kind") != "virtual":
+            continue
+        config = sorted((key, str(value)) for key, value in run.config.items())
+        causes = tuple(pair for pair in config if group_of(pair[0]) not in WHERE)
+        found = causes, run.summary.get("params_sha256"), run.summary.get("time_s")
+        if found in first:
+            why = f"is the run {first[found].folder} again: virtual time repeats a run exactly"
+            left_out.append(LeftOut(str(runs.pop(place).folder), why))
+        else:
+            first[found] = run
+    return left_out
 
 
 def find_folders(path: Path) -> list[Path]:

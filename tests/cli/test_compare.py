@@ -282,3 +282,15 @@ def test_a_narrow_screen_has_narrow_tables(sweep, capsys, monkeypatch) -> None:
     assert max(map(len, capsys.readouterr().out.split("\n"))) <= 112, (
         "some sentences are not folded"
     )
+
+
+def test_a_run_in_virtual_time_counts_once(workplace, capsys) -> None:
+    """The same command twice gives the same run, which is no further seed."""
+    line = ["train", "-q", "runtime=sim", "tracking=none", "sync=bsp", "stop.steps=8"]
+    for name, *other in (("one",), ("again", "name=again"), ("more", "seed=1")):
+        assert main([*line, f"run.dir=runs/{name}", *other]) == 0
+    capsys.readouterr()
+    assert main(["compare", "runs", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [out["name"] for out in found["left_out"]] == ["runs/one"]
+    assert found["settings"][0]["seeds"] == 2
