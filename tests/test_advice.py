@@ -407,7 +407,7 @@ def test_a_worker_is_not_left_out_for_a_prediction_or_for_one_evaluation() -> No
         found = leave_out_of(racers, lambda: False, lambda *args, own=without_s: own, 0.1)
         assert found is not None
         assert found.is_advised == is_advised
-        assert ("two evaluations are 0.1 s apart" in found.sentence()) != is_advised
+        assert ("within one evaluation interval, 0.1 s" in found.sentence()) != is_advised
 
 
 def not_run(racers: Sequence[Racer], cluster: dict) -> None:

@@ -48,8 +48,8 @@ class Racer(NamedTuple):
 class LeaveOut(NamedTuple):
     """The effect of leaving a worker out.
 
-    `pays_from` is its break-even speed in times of the others' median; None = not known, or none
-    in the range searched. `runs` is the number of runs without the worker; at 0,
+    `pays_from` is its break-even speed in times of the others' median; None = not known,
+    undecided, or none in the range searched. `runs` is the number of runs without the worker; at 0,
     `without_s` is predicted. `without_s` is None if those runs did not reach the target.
     `undecided` is the reason why no answer is given; empty if there is one.
     """
@@ -125,9 +125,9 @@ def leave_out_of(
     if not runs:
         undecided = "no time was left for runs without it"
     elif abs(with_s - without_s) <= ROUNDING * apart_s:
-        undecided = f"two evaluations are {seconds(apart_s)} apart, which is no less"
+        undecided = f"the difference is within one evaluation interval, {seconds(apart_s)}"
     pays_from = None
-    if worker == slowest_worker(spec["compute"]):
+    if not undecided and worker == slowest_worker(spec["compute"]):
         pays_from = break_even(
             lambda speed: best_s(with_speed(spec, worker, speed), two)[0] <= without_s, over
         )

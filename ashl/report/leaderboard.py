@@ -24,7 +24,7 @@ from ashl.report.measure import (
     time_to_target,
     value_at_equal_time,
 )
-from ashl.report.records import LeftOut, Run, Study
+from ashl.report.records import LeftOut, Run, Study, leave_out_repeats
 from ashl.report.settings import (
     Setting,
     common_settings,
@@ -214,6 +214,7 @@ def rank(
     Raises: UsageError for runs with different targets, an unknown baseline, and if no run has
     ended.
     """
+    study = leave_out_repeats(study)
     axes, settings = settings_of(study)
     counted = [run for setting in settings for run in setting.by_seed().values()]
     if not counted:

@@ -191,7 +191,6 @@ def read_study(paths: Sequence[Path]) -> Study:
                 )
             except BrokenRecordError as error:
                 left_out += [] if digest in reasons else [LeftOut(str(folder), str(error))]
-    left_out += leave_out_repeats(runs)
     if not runs:
         why = "; ".join(f"{out.name}: {out.reason}" for out in left_out[:3]) or "the sweep has none"
         raise UsageError(
@@ -208,24 +207,23 @@ def read_study(paths: Sequence[Path]) -> Study:
     )
 
 
-def leave_out_repeats(runs: dict[Path, Run]) -> list[LeftOut]:
-    """Remove the runs in virtual time that repeat an earlier one, and say so of each: same
-    configuration, seed included, and same result. They are no further evidence.
+def leave_out_repeats(study: Study) -> Study:
+    """Leave out the runs in virtual time that repeat an earlier one: same configuration, seed
+    included, and same result. They are no further evidence.
     """
     first: dict[Any, Run] = {}
     left_out = []
-    for place, run in list(runs.items()):
-        if run.summary.get("time_kind") != "virtual":
-            continue
+    for run in study.runs:
         config = sorted((key, str(value)) for key, value in run.config.items())
         causes = tuple(pair for pair in config if group_of(pair[0]) not in WHERE)
         found = causes, run.summary.get("params_sha256"), run.summary.get("time_s")
-        if found in first:
+        is_virtual = run.summary.get("time_kind") == "virtual"
+        if first.setdefault(found, run) is not run and is_virtual:
             why = f"is the run {first[found].folder} again: virtual time repeats a run exactly"
-            left_out.append(LeftOut(str(runs.pop(place).folder), why))
-        else:
-            first[found] = run
-    return left_out
+            left_out.append(LeftOut(str(run.folder), why))
+    repeats = {out.name for out in left_out}
+    runs = tuple(run for run in study.runs if str(run.folder) not in repeats)
+    return replace(study, runs=runs, left_out=(*study.left_out, *left_out))
 
 
 def find_folders(path: Path) -> list[Path]:
