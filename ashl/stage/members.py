@@ -162,18 +162,11 @@ def remaining_rounds(
     return remaining and (remaining[0] - ahead * remaining[1], remaining[1])
 
 
-def rest_of_last_round(
-    stage: StageConfig,
-    members: Members,
-    planned: Assignments,
-    done: tuple[int, int],
-    ahead: int = 0,
-) -> Remaining:
-    """Return `remaining_rounds` if a stop limit truncates the next round, else None.
+def rest_if_truncated(rest: Remaining) -> Remaining:
+    """Return what remains if a stop limit truncates the next round, else None.
 
     So a state that is saved or sent before the last round is the same under every later limit.
     """
-    rest = remaining_rounds(stage, members, planned, done, ahead)
     return rest if is_truncated(rest) else None
 
 

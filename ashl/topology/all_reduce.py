@@ -67,7 +67,8 @@ from ashl.stage.members import (
     count_merge,
     is_truncated,
     members_with_work,
-    rest_of_last_round,
+    remaining_rounds,
+    rest_if_truncated,
     shared_members,
     survivors,
     truncate_round,
@@ -299,7 +300,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.pending_rest = state.rest
             so_far = state.steps, state.samples
-            state.rest = rest_of_last_round(stage, ctx.members, planned, so_far, ahead=1)
+            rest = remaining_rounds(stage, ctx.members, planned, so_far, ahead=1)
+            state.rest = rest_if_truncated(rest)
             continue
         part = part_of(whole, state.version)
         if team is None or team.stage is not part.stage or team.work is not exchanged:
@@ -341,7 +343,8 @@ def plan_present_round(stage: StageConfig, members: Members, state: PeerState) -
     planned = plan_round(stage, members, state.rule_state, state.progress)
     if stage.delayed_overlap is None:
         done = state.steps, state.samples
-        state.rest = state.pending_rest = rest_of_last_round(stage, members, planned, done)
+        rest = remaining_rounds(stage, members, planned, done)
+        state.rest = state.pending_rest = rest_if_truncated(rest)
     return planned
 
 
@@ -654,7 +657,8 @@ def merge_and_plan(
     planned = plan_round(stage, members, rule_state, progress)
     is_delayed = stage.delayed_overlap is not None
     done_so_far = progress.steps, progress.samples
-    rest = rest_of_last_round(stage, members, planned, done_so_far, int(is_delayed))
+    whole = remaining_rounds(stage, members, planned, done_so_far, int(is_delayed))
+    rest = rest_if_truncated(whole)
     # with delayed exchanges, the next one merges the work that is computed now
     exchanged = truncate_round(stage, members, planned, state.rest if is_delayed else rest)
     reason = stage.stop_criteria.end_reason(progress) or REASONS[number]

@@ -31,7 +31,7 @@ from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline, Payload
 from ashl.stage.contract import WEIGHTS, StageConfig
 from ashl.stage.fragment import Fragment
-from ashl.stage.members import Remaining, cap_local_steps, rest_of_last_round
+from ashl.stage.members import Remaining, cap_local_steps, remaining_rounds, rest_if_truncated
 
 AT_ONCE_S = 1e-3  # seconds; a reply received within this time had already arrived
 
@@ -121,7 +121,8 @@ class WorkerState:
     def plan_round(self, stage: StageConfig, members: Members, rank: int, ahead: int = 0) -> None:
         """Set H of the next round, or of the one `ahead` rounds later; the last is truncated."""
         planned, done = members.planned, (self.steps, self.samples)
-        self.rest = rest_of_last_round(stage, members, planned, done, ahead)
+        rest = remaining_rounds(stage, members, planned, done, ahead)
+        self.rest = rest_if_truncated(rest)
         self.local_steps = cap_local_steps(planned, rank, self.rest)
 
 

@@ -11,7 +11,8 @@ from ashl.stage.members import (
     assign,
     cap_local_steps,
     members_of,
-    rest_of_last_round,
+    remaining_rounds,
+    rest_if_truncated,
     survivors,
     truncate_round,
 )
@@ -62,7 +63,7 @@ def test_a_truncated_round_exceeds_the_count_by_less_than_a_step_per_worker(seed
     members = members_of(stage)
     done, rounds = (0, 0), 0
     while done[0] < stage.limits.steps:
-        rest = rest_of_last_round(stage, members, members.planned, done)
+        rest = rest_if_truncated(remaining_rounds(stage, members, members.planned, done))
         work = truncate_round(stage, members, members.planned, rest)
         assert (work is members.planned) == (rest is None)
         assert work.steps == tuple(
