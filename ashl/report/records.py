@@ -211,19 +211,20 @@ def leave_out_repeats(study: Study) -> Study:
     """Leave out the runs in virtual time that repeat an earlier one: same configuration, seed
     included, and same result. They are no further evidence.
     """
-    first: dict[Any, Run] = {}
-    left_out = []
+    found: dict[Any, Run] = {}
+    runs, left_out = [], list(study.left_out)
     for run in study.runs:
+        # `hash` does not have the names of options, and two names may stand for equal values.
         config = sorted((key, str(value)) for key, value in run.config.items())
         causes = tuple(pair for pair in config if group_of(pair[0]) not in WHERE)
-        found = causes, run.summary.get("params_sha256"), run.summary.get("time_s")
-        is_virtual = run.summary.get("time_kind") == "virtual"
-        if first.setdefault(found, run) is not run and is_virtual:
-            why = f"is the run {first[found].folder} again: virtual time repeats a run exactly"
-            left_out.append(LeftOut(str(run.folder), why))
-    repeats = {out.name for out in left_out}
-    runs = tuple(run for run in study.runs if str(run.folder) not in repeats)
-    return replace(study, runs=runs, left_out=(*study.left_out, *left_out))
+        result = causes, run.summary.get("params_sha256"), run.summary.get("time_s")
+        first = found.setdefault(result, run)
+        if first is run or run.summary.get("time_kind") != "virtual":
+            runs.append(run)
+            continue
+        why = f"is the run {first.folder} again: virtual time repeats a run exactly"
+        left_out.append(LeftOut(str(run.folder), why))
+    return replace(study, runs=tuple(runs), left_out=tuple(left_out))
 
 
 def find_folders(path: Path) -> list[Path]:

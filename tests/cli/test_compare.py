@@ -285,7 +285,7 @@ def test_a_narrow_screen_has_narrow_tables(sweep, capsys, monkeypatch) -> None:
 
 
 def test_a_run_in_virtual_time_counts_once(workplace, capsys) -> None:
-    """The same command twice gives the same run, which is no further seed."""
+    """The same command twice gives the same run, which does not count as another seed."""
     line = ["train", "-q", "runtime=sim", "tracking=none", "sync=bsp", "stop.steps=8"]
     for name, *other in (("one",), ("again", "name=again"), ("more", "seed=1")):
         assert main([*line, f"run.dir=runs/{name}", *other]) == 0
