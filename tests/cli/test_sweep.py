@@ -153,6 +153,16 @@ def test_two_sweeps_never_share_a_folder(workplace: Path, capsys: pytest.Capture
     assert "another sweep is running in study" in capsys.readouterr().err
 
 
+def test_a_grid_with_more_settings_continues_a_sweep(workplace: Path, capsys) -> None:
+    line = ["sweep", "-q", "--jobs", "1", "runtime=sim", "tracking=none", "stop.steps=8"]
+    assert main([*line, "sync=bsp", "run.dir=grid"]) == 0
+    before = {file: file.stat().st_mtime_ns for file in Path("grid").glob("*/summary.json")}
+    assert main([*line, "sync=bsp,asp", "run.dir=grid"]) == 0
+    assert len(json.loads(Path("grid/sweep.json").read_text())["settings"]) == 2
+    assert all(file.stat().st_mtime_ns == at_ns for file, at_ns in before.items())
+    assert main([*line, "sync=asp", "run.dir=grid"]) == 2
+
+
 def test_what_was_killed_from_outside_runs_again(workplace: Path) -> None:
     assert main(["sweep", *GRID, "-q"]) == 0
     first = summaries(workplace / "study")
