@@ -267,7 +267,7 @@ def count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     Args: counts receives the numbers of the nodes below, by identity.
     """
     if id(node) not in counts:
-        counts[id(node)] = 1  # of an anchor that contains itself, which is refused later
+        counts[id(node)] = 1  # found again only below itself: such an anchor is refused later
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         below = [part[1] if isinstance(part, tuple) else part for part in parts]
         counts[id(node)] = 1 + sum(count_values(part, counts) for part in below)

@@ -304,7 +304,7 @@ def _set_values(config: DictConfig, values: Sequence[Override]) -> DictConfig:
         merge = isinstance(value, Mapping)
         try:
             OmegaConf.update(changed, change.key_or_group, value, merge=merge, force_add=True)
-        except GrammarParseError:  # of an interpolation
+        except GrammarParseError:  # a broken ${...}: `message_of` has its sentence
             raise
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UsageError(

@@ -87,8 +87,8 @@ class Churn:
         self._draws = Counter[int]()
         self.regroups = regroups
         self.failures = Counter[int]()  # failures of each worker so far
-        self._merges = 0  # of the run, the most that any rank has counted
-        self._failures_since_merge = 0  # random failures of all workers since then
+        self._merges = 0  # merges of the run at the latest random failure
+        self._failures_since_merge = 0  # random failures of all workers since the latest merge
         self.epoch = Epoch(0, tuple(range(len(cluster.compute))))
         if regroups:
             sim.failed_ns = {}

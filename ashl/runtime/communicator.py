@@ -220,11 +220,10 @@ class Communicator:
         send. make_subgroup, makes the process group of a sum that has none; None if tensors travel
         in the host's memory. synchronize, waits for a collective of a device; not called without
         `make_subgroup`. hierarchy, the nodes by which sums over all workers go, unless `exact` is
-        set. members, all
-        ranks of this epoch; None = those that torch.distributed was initialised with. epoch, its
-        number. routes, the process groups by which sums without a process group reach each member.
-        is_over, returns True once another epoch has begun; None if the run does not tolerate
-        failures.
+        set. members, all ranks of this epoch; None = those that torch.distributed was initialised
+        with. epoch, its number. routes, the process groups by which sums without a process group
+        reach each member. is_over, returns True once another epoch has begun; None if the run does
+        not tolerate failures.
         """
         self._rank = rank
         self._exact = exact
